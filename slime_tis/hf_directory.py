@@ -1,9 +1,12 @@
-"""Checks of a Hugging Face model directory that do not read its weights. Each ValueError names the file."""
+"""Checks of a Hugging Face model directory that do not read the weights.
 
-import itertools
+Each ValueError names the file.
+"""
+
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -58,34 +61,38 @@ FAMILIES = {
 }
 """Supported families, by their architecture in config.json."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+"""Supported values of rope_type."""
 COUNTS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *(
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "num_experts",
-        "num_local_experts",
-    ),
-    *(
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-        "decoder_sparse_step",
-    ),
-    *("n_routed_experts", "n_shared_experts", "n_group", "topk_group"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "decoder_sparse_step",
+    "n_routed_experts",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
 )
+"""Fields of config.json that are positive whole numbers."""
 FLAGS = (
-    *(
-        "tie_word_embeddings",
-        "attention_bias",
-        "qkv_bias",
-        "use_qk_norm",
-        "mlp_bias",
-        "use_sliding_window",
-    ),
+    "tie_word_embeddings",
+    "attention_bias",
+    "qkv_bias",
+    "use_qk_norm",
+    "mlp_bias",
+    "use_sliding_window",
     "norm_topk_prob",
 )
+"""Fields of config.json that are true or false."""
 
 
 def _is_count(value: object, most: int = 2**31 - 1) -> bool:
@@ -96,30 +103,45 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
+def _is_flag(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and value > 0  # type: ignore[operator]  # a number
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(COUNTS, (_is_count, "a whole number above 0 and below 2**31")),
-    **dict.fromkeys(FLAGS, (lambda value: type(value) is bool, "true or false")),
+    **dict.fromkeys(FLAGS, (_is_flag, "true or false")),
     # transformers makes a list with an entry for each layer before it reads weights
     "num_hidden_layers": (lambda value: _is_count(value, 1024), "a whole number from 1 to 1024"),
     "rms_norm_eps": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to 1"),
-    **dict.fromkeys(
-        ("routed_scaling_factor", "rope_theta", "factor"),
-        (lambda x: _is_number(x) and x > 0, "a number above 0"),
-    ),
-    **dict.fromkeys(
-        ("rope_scaling", "rope_parameters"), (lambda value: isinstance(value, dict), "an object")
-    ),
+    "routed_scaling_factor": (_is_positive, "a number above 0"),
+    "rope_theta": (_is_positive, "a number above 0"),
+    "factor": (_is_positive, "a number above 0"),
+    "rope_scaling": (_is_object, "an object"),
+    "rope_parameters": (_is_object, "an object"),
 }
 """Test and description of the valid values of optional fields of config.json and its rope
 objects."""
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the supported types of weights."""
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""File that names the safetensors file of each tensor."""
+SINGLE = "model.safetensors"
+"""File with all tensors, if there is no index."""
 
 
-def has(hf: Any, part: bool | str) -> bool:
-    """Returns the value of a flag of `Family`, read from the configuration if the flag is a field name."""
-    return bool(getattr(hf, part)) if isinstance(part, str) else part
+def has(hf: Any, flag: bool | str) -> bool:
+    """Returns the value of a flag of `Family`, which may name a field of the configuration."""
+    if isinstance(flag, str):
+        return bool(getattr(hf, flag))
+    return flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +171,11 @@ class ModelSizes:
 
 
 def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
-    """Returns the content of config.json; a ValueError names `flag` and an unsupported model or an invalid field."""
+    """Returns the content of config.json.
+
+    Raises:
+        ValueError: The model is not supported, or a field is invalid. The message names `flag`.
+    """
     path = Path(directory) / "config.json"
     where = f"{flag} is {quoted_path(directory)}"
     if not path.is_file():
@@ -194,23 +220,25 @@ def moe_layers(hf: Any) -> list[int]:
         return []
     if hasattr(hf, "first_k_dense_replace"):
         return list(range(hf.first_k_dense_replace, hf.num_hidden_layers))
-    step, dense = hf.decoder_sparse_step, set(hf.mlp_only_layers)
-    return [
-        layer
-        for layer in range(hf.num_hidden_layers)
-        if layer not in dense and (layer + 1) % step == 0
-    ]
+    layers = []
+    for layer in range(hf.num_hidden_layers):
+        is_sparse = (layer + 1) % hf.decoder_sparse_step == 0
+        if is_sparse and layer not in hf.mlp_only_layers:
+            layers.append(layer)
+    return layers
 
 
 def moe_sizes(hf: Any) -> MoeSizes | None:
-    """Returns the sizes of the sparse layers of transformers' configuration, or None without sparse layers."""
+    """Returns the sizes of the sparse layers of transformers' configuration; None if dense."""
     layers = moe_layers(hf)
     if not layers:
         return None
     if hasattr(hf, "n_routed_experts"):
-        num_experts, shared = hf.n_routed_experts, hf.n_shared_experts * hf.moe_intermediate_size
+        num_experts = hf.n_routed_experts
+        shared = hf.n_shared_experts * hf.moe_intermediate_size
     else:
-        num_experts, shared = hf.num_experts, getattr(hf, "shared_expert_intermediate_size", None)
+        num_experts = hf.num_experts
+        shared = getattr(hf, "shared_expert_intermediate_size", None)
     return MoeSizes(
         layers=tuple(layers),
         num_experts=num_experts,
@@ -223,48 +251,55 @@ def moe_sizes(hf: Any) -> MoeSizes | None:
 def _moe_problem(hf: Any) -> str:
     """Returns an unsupported property of the sparse layers, or an empty text."""
     family = FAMILIES[hf.architectures[0]]
-    if family.moe and not (
-        hasattr(hf, "first_k_dense_replace") or hasattr(hf, "decoder_sparse_step")
-    ):
+    has_layers = hasattr(hf, "first_k_dense_replace") or hasattr(hf, "decoder_sparse_step")
+    if family.moe and not has_layers:
         return f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]}"
     sizes = moe_sizes(hf)
     if sizes is None:
         return ""
-    experts, top_k, norm = sizes.num_experts, sizes.top_k, hf.norm_topk_prob
-    routing = f"num_experts_per_tok {top_k}"
+    problem = ""
     if family.sigmoid_router:
-        groups, chosen = hf.n_group, hf.topk_group
-        routing += f" of {experts} experts, n_group {groups}, topk_group {chosen}"
-        fits = experts % groups == 0 and chosen <= groups and chosen * (experts // groups) >= top_k
-        problems = {
-            f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more": (
-                sizes.layers[0] < 0
-            ),
-            # megatron-core divides the scores of several experts by their sum, and of a single one
-            # by nothing
-            f"norm_topk_prob {norm} with {routing}, which is not supported": norm != (top_k > 1),
-            # megatron-core scores a group by its best top_k / topk_group experts, the model by its
-            # best two
-            f"{routing}, which do not fit": groups > 1 and (not fits or top_k // chosen != 2),
-        }
-    else:
-        problems = {
-            f"norm_topk_prob true with {routing}, whose router has no gradient": (
-                top_k == 1 and bool(norm)
-            )
-        }
-    problems[f"num_experts_per_tok {top_k}, of {experts} experts"] = top_k > experts
-    return next((problem for problem, holds in problems.items() if holds), "")
+        problem = _sigmoid_router_problem(hf, sizes)
+    elif sizes.top_k == 1 and hf.norm_topk_prob:
+        problem = "norm_topk_prob true with num_experts_per_tok 1, whose router has no gradient"
+    if not problem and sizes.top_k > sizes.num_experts:
+        problem = f"num_experts_per_tok {sizes.top_k}, of {sizes.num_experts} experts"
+    return problem
+
+
+def _sigmoid_router_problem(hf: Any, sizes: MoeSizes) -> str:
+    """Returns an unsupported property of a router with groups of experts, or an empty text."""
+    experts = sizes.num_experts
+    top_k = sizes.top_k
+    groups = hf.n_group
+    chosen = hf.topk_group
+    routing = (
+        f"num_experts_per_tok {top_k} of {experts} experts, n_group {groups}, topk_group {chosen}"
+    )
+    if sizes.layers[0] < 0:
+        return f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more"
+    # megatron-core divides the scores of several experts by their sum; it does not divide the score
+    # of a single expert
+    if hf.norm_topk_prob != (top_k > 1):
+        return f"norm_topk_prob {hf.norm_topk_prob} with {routing}, which is not supported"
+    if groups == 1:
+        return ""
+    fits = experts % groups == 0 and chosen <= groups and chosen * (experts // groups) >= top_k
+    # megatron-core scores a group by its best top_k / topk_group experts, the model by its best two
+    if not fits or top_k // chosen != 2:
+        return f"{routing}, which do not fit"
+    return ""
 
 
 def check_generation_config(directory: str | Path) -> None:
-    """Refuses a damaged generation_config.json, and end tokens in it that are no token ids."""
+    """Refuses a damaged generation_config.json, and end tokens that are no token ids."""
     path = Path(directory) / "generation_config.json"
     if not path.is_file():
         return
     where = f"--hf-checkpoint is {quoted_path(directory)} but its generation_config.json"
     ids = parse_object(path.read_bytes(), where).get("eos_token_id")
-    for token in ids if isinstance(ids, list) else [ids]:
+    tokens = ids if isinstance(ids, list) else [ids]
+    for token in tokens:
         if token is not None and not (type(token) is int and 0 <= token < 2**31):
             raise ValueError(
                 f"{where} has eos_token_id {quoted(ids)}, which must be a token id or a list of"
@@ -280,7 +315,11 @@ def model_sizes(model: Mapping[str, Any]) -> ModelSizes:
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
-    """Returns the file of each tensor by the tensor's name; refuses missing, damaged and outside files."""
+    """Returns the files by tensor name.
+
+    Raises:
+        ValueError: A file is missing, damaged, or outside the directory.
+    """
     directory = Path(directory)
     index = directory / INDEX
     if index.is_file():
@@ -294,7 +333,11 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
 
 
 def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint without all tensors of `read_model_config` in their shapes; reads only the headers."""
+    """Checks that a checkpoint has all tensors of its model, from the headers of the files.
+
+    Raises:
+        ValueError: A tensor is missing, or has another shape or an unsupported type.
+    """
     files = tensor_files(directory)
     headers: dict[Path, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, shape in expected_tensors(directory, model):
@@ -321,58 +364,61 @@ def expected_tensors(
     directory: str | Path, model: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the name and shape of every tensor of a model."""
-    for name in (
+    required = (
         "vocab_size",
         "hidden_size",
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
-    ):
+    )
+    for name in required:
         if model.get(name) is None:
             raise ValueError(
                 f"{Path(directory) / 'config.json'} has no {name}, which every model has."
             )
     family = FAMILIES[model["architectures"][0]]
-    hf = load_config(directory) if family.moe else None
-    moe = moe_sizes(hf) if family.moe else None
+    hf = None
+    moe = None
+    if family.moe:
+        hf = load_config(directory)
+        moe = moe_sizes(hf)
     hidden = model["hidden_size"]
     yield "model.embed_tokens.weight", (model["vocab_size"], hidden)
     yield "model.norm.weight", (hidden,)
     if not model.get("tie_word_embeddings", False):
         yield "lm_head.weight", (model["vocab_size"], hidden)
     for layer in range(model["num_hidden_layers"]):
-        parts = [_attention_tensors(model, family, hf)]
         if moe is not None and layer in moe.layers:
-            parts.append(_moe_tensors(hidden, family, moe))
+            mlp = _moe_tensors(hidden, family, moe)
         else:
-            parts.append(_mlp_tensors("mlp", hidden, model["intermediate_size"]))
-        for name, shape in itertools.chain(*parts):
+            mlp = _mlp_tensors("mlp", hidden, model["intermediate_size"])
+        for name, shape in chain(_attention_tensors(model, family, hf), mlp):
             yield f"model.layers.{layer}.{name}", shape
 
 
 def _attention_tensors(
     model: Mapping[str, Any], family: Family, hf: Any
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    groups, width = (
-        model.get("num_key_value_heads") or heads,
-        model.get("head_dim") or hidden // heads,
-    )
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{norm}.weight", (hidden,)
-    for part, rows in (("q", heads * width), ("k", groups * width), ("v", groups * width)):
-        yield f"self_attn.{part}_proj.weight", (rows, hidden)
+    hidden = model["hidden_size"]
+    heads = model["num_attention_heads"]
+    groups = model.get("num_key_value_heads") or heads
+    width = model.get("head_dim") or hidden // heads
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    projections = {"q_proj": heads * width, "k_proj": groups * width, "v_proj": groups * width}
+    for name, rows in projections.items():
+        yield f"self_attn.{name}.weight", (rows, hidden)
         if has(hf, family.qkv_bias):
-            yield f"self_attn.{part}_proj.bias", (rows,)
+            yield f"self_attn.{name}.bias", (rows,)
     if has(hf, family.qk_norm):
-        for part in "qk":
-            yield f"self_attn.{part}_norm.weight", (width,)
+        yield "self_attn.q_norm.weight", (width,)
+        yield "self_attn.k_norm.weight", (width,)
     yield "self_attn.o_proj.weight", (hidden, heads * width)
 
 
 def _mlp_tensors(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for part in ("gate", "up"):
-        yield f"{prefix}.{part}_proj.weight", (inner, hidden)
+    yield f"{prefix}.gate_proj.weight", (inner, hidden)
+    yield f"{prefix}.up_proj.weight", (inner, hidden)
     yield f"{prefix}.down_proj.weight", (hidden, inner)
 
 
@@ -392,11 +438,10 @@ def _moe_tensors(
 
 def _check_fields(model: Mapping[str, Any], where: str) -> None:
     """Refuses invalid fields of config.json and its rope objects, and sizes that do not divide."""
-    ropes = [
-        model[name]
-        for name in ("rope_scaling", "rope_parameters")
-        if isinstance(model.get(name), dict)
-    ]
+    ropes = []
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(model.get(name), dict):
+            ropes.append(model[name])
     for fields in (model, *ropes):
         for name, (is_valid, description) in FIELDS.items():
             if fields.get(name) is not None and not is_valid(fields[name]):
@@ -411,7 +456,8 @@ def _check_fields(model: Mapping[str, Any], where: str) -> None:
             )
     heads = model.get("num_attention_heads") or 1
     hidden = model.get("hidden_size") or 2 * heads
-    groups, width = model.get("num_key_value_heads") or 1, model.get("head_dim")
+    groups = model.get("num_key_value_heads") or 1
+    width = model.get("head_dim")
     if heads % groups:
         raise ValueError(
             f"{where} num_attention_heads {heads}, which must be a multiple of {groups} key-value"
@@ -429,26 +475,25 @@ def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
         raise ValueError(
             f"{index} has no weight_map, an object that names the file of each tensor."
         )
-    known: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file:
             raise ValueError(
                 f"{index} names {quoted(file)} for the tensor {quoted(name)}, which is not a file"
                 " name."
             )
-        if file not in known:
-            known[file] = _file_within(directory, index, file)
-    return {name: known[file] for name, file in weight_map.items()}
+        if file not in paths:
+            paths[file] = _file_within(directory, index, file)
+    return {name: paths[file] for name, file in weight_map.items()}
 
 
 def _file_within(directory: Path, index: Path, file: str) -> Path:
-    """Returns the path of a file in an index; links are allowed, as in Hugging Face's cache, names outside are not."""
-    if (
-        "\0" in file
-        or "\\" in file
-        or PurePosixPath(file).is_absolute()
-        or ".." in PurePosixPath(file).parts
-    ):
+    """Returns the path of a file in an index.
+
+    Links may lead outside of the directory, as in Hugging Face's cache, but names may not.
+    """
+    name = PurePosixPath(file)
+    if "\0" in file or "\\" in file or name.is_absolute() or ".." in name.parts:
         raise ValueError(
             f"{index} names {quoted(file)}, which is not a file within the directory; files outside"
             " are not read."
@@ -467,11 +512,12 @@ def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     try:
         open(path, "rb").close()  # safetensors reports a file without read permission as missing
+        tensors = {}
         with safe_open(str(path), "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
-            }
+            for name in file.keys():  # noqa: SIM118  # the file is no dictionary
+                header = file.get_slice(name)
+                tensors[name] = (header.get_dtype(), tuple(header.get_shape()))
+        return tensors
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
             f"{quoted_path(path)} cannot be read as safetensors ({first_line(error)}); download it"

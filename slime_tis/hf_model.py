@@ -1,7 +1,8 @@
-"""Loads a causal language model of transformers, all of it or nothing."""
+"""Loads a causal language model of transformers; refuses a checkpoint that is not complete."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from slime_tis.torch_files import NOT_TENSORS, check_torch
 def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: str) -> Any:
     """Returns the model of a directory on the CPU, in evaluation mode.
 
-    transformers fills tensors that a checkpoint lacks with random numbers and drops those that the
-    model does not know. Log-probs of such a model look like a fault of the engine that is compared
-    with it. Here both are refused.
+    transformers fills missing tensors with random numbers, and ignores tensors that the model does
+    not have. Log-probs of such a model look like a fault of the engine that is compared with it.
+    Here both are refused.
 
     Args:
         directory: A Hugging Face checkpoint.
-        dtype: Of the parameters.
-        architecture: The class that its config.json names first.
+        dtype: Data type of the parameters.
+        architecture: The first class in config.json.
 
     Raises:
         ValueError: The checkpoint does not load, or has other tensors than the model, or NaN or
@@ -42,10 +43,11 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported in `loaded`, by name
             )
-    except (
-        Exception
-    ) as error:  # of transformers, safetensors, torch and huggingface_hub, which share no class
-        reason = NOT_TENSORS if "weights_only" in str(error) else first_line(error)
+    except Exception as error:
+        # errors of transformers, safetensors, torch and huggingface_hub have no common class
+        reason = first_line(error)
+        if "weights_only" in str(error):
+            reason = NOT_TENSORS
         raise ValueError(f"does not load: {reason}") from error
     name = type(model).__name__
     if name != architecture:
@@ -53,13 +55,15 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
             f"has the model_type {model.config.model_type} of {name}, but its config.json names"
             f" {architecture}; copy config.json from the model again"
         )
+    nonfinite = []
+    for tensor_name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not tensor.isfinite().all():
+            nonfinite.append(tensor_name)
     problems = {
         "lacks": loaded["missing_keys"],
         f"has tensors that {name} does not have:": loaded["unexpected_keys"],
         "has tensors of another shape:": loaded["mismatched_keys"],
-        "holds NaN or infinity in": [
-            name for name, tensor in _tensors(model) if not tensor.isfinite().all()
-        ],
+        "holds NaN or infinity in": nonfinite,
     }
     for problem, names in problems.items():
         if names:
@@ -69,21 +73,23 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
     return model.eval()
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def _some(names: Any) -> str:
     """Returns the first three names of tensors, and how many more there are."""
-    ordered = sorted(str(name[0] if isinstance(name, tuple) else name) for name in names)
-    more = len(ordered) - 3
-    return ", ".join(ordered[:3]) + (f" and {more} more" if more > 0 else "")
+    texts = []
+    for name in names:
+        if isinstance(name, tuple):  # (name, shape in the checkpoint, shape in the model)
+            name, *_ = name
+        texts.append(str(name))
+    texts.sort()
+    text = ", ".join(texts[:3])
+    if len(texts) > 3:
+        text += f" and {len(texts) - 3} more"
+    return text
 
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Keeps transformers from printing progress and its table of tensors, which the error message replaces."""
+    """Silences transformers' progress bar, and its table that the error message replaces."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

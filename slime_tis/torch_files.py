@@ -15,8 +15,8 @@ SAFE_TORCH = (2, 10)
 CVE-2025-32434 (code runs, before 2.6) and CVE-2026-24747 (memory is corrupted, before 2.10).
 """
 NOT_TENSORS = "it is damaged, or holds objects other than tensors, which are never loaded"
-"""The reason of a refusal, in place of torch's, which recommends weights_only=False and thus to run
-the code."""
+"""The reason for a refusal. It replaces torch's message, which recommends weights_only=False and
+thus to run the code."""
 
 
 class UnsafeFile(ValueError):
@@ -30,7 +30,9 @@ class UnsafeTorch(UnsafeFile):
 def load_tensors(
     file: str | Path | IO[bytes], *, where: str | Path | None = None, mmap: bool = False
 ) -> Any:
-    """Returns the tensors and plain data (numbers, texts, lists, dicts) in a file of `torch.save`, on the CPU.
+    """Returns the content of a file of `torch.save`, on the CPU.
+
+    The content is tensors and plain data: numbers, texts, lists, dicts.
 
     Args:
         file: A path, or an open file.

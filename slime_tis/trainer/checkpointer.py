@@ -235,13 +235,13 @@ class Checkpointer:
         )
 
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
-        """Returns whether a checkpoint is due after this number of rollouts; never without --save."""
+        """Returns whether a checkpoint is due after this rollout; never without --save."""
         if self.config.save is None:
             return False
         return is_due(self.config.save_interval, rollout_id, num_rollout)
 
     def save_before_stopping(self) -> str:
-        """Saves the position, unless it is saved already; returns a message that names the directory."""
+        """Saves the position, unless it is saved; returns a message with the directory."""
         save = self.config.save
         step = self.position.step
         if self.position.rollout_id == 0:

@@ -25,21 +25,20 @@ EVALUATION_OPTIONS = (
     "eval_top_p",
     "eval_max_response_len",
 )
-"""Options that decide what a held-out accuracy means."""
+"""Options that define the held-out accuracy."""
 
 
 def is_due(interval: int | None, rollout_id: int, num_rollout: int) -> bool:
-    """Returns whether something is due after a rollout: every `interval` rollouts and at the end."""
+    """Returns whether it is the last rollout, or a multiple of `interval`."""
     return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
 
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """Evaluates the policy on the held-out prompt sets and stores the first and the last accuracy."""
+    """Evaluates the policy on held-out prompt sets, and stores the first and the last accuracy."""
 
     prompts: dict[str, list[Prompt]]
-    """Prompts by the name of their set; the accuracy of the first set is the accuracy of the
-    run."""
+    """Prompts by set name; the run's accuracy is that of the first set."""
     reward: Callable[[list[Sample]], list[float]]
     logs: Callable[[int, Mapping[str, Sequence[Sample]]], bool]
     """Calls the user's log function with the rollout's number and the answers; returns whether to

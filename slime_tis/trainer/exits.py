@@ -20,7 +20,7 @@ EXPECTED = (ValueError, OSError, RolloutUnavailable, Interrupted, RunStopped, Ch
 """Errors that end a run with one message; any other exception is a defect of this program or of a
 library."""
 TOO_MANY_FILES = os.strerror(errno.EMFILE)
-"""The system's text for the limit of open files, which libraries quote in errors of their own."""
+"""The system's message for the limit of open files; libraries quote it in other errors."""
 
 
 def exit_status(error: Exception) -> int:
@@ -35,9 +35,8 @@ def exit_status(error: Exception) -> int:
 def report_error(error: Exception, rank: int, interrupts: Interrupts) -> bool:
     """Prints on stderr why the run ends, once for all ranks.
 
-    Every rank gets here with an error of its own, often a consequence of the first rank's error.
-    The first rank prints its message; another rank names that rank and its reason, unless it has
-    the same message.
+    Every rank reports an error here, often a consequence of the first rank's error. The first rank
+    prints its message. Another rank names that rank and its reason, unless the messages are equal.
 
     Returns:
         False for a defect of this program or of a library, which needs its traceback.

@@ -104,8 +104,8 @@ class Learner:
     def train(
         self, groups: Sequence[Sequence[Sample]], user_advantages: Sequence[float] | None = None
     ) -> list[dict[str, float]]:
-        """Makes all optimizer steps on one rollout and returns the metrics of each."""
-        rollouts = [rollout for group in groups for rollout in by_rollout(group)]
+        """Makes all optimizer steps on one rollout, and returns their metrics."""
+        rollouts = list(chain.from_iterable(map(by_rollout, groups)))
         size = len(rollouts) // self.steps_per_rollout
         self._old_version = self.step
         # all steps are prepared before the first one, so that π_old is the same for all of them
@@ -160,11 +160,16 @@ class Learner:
             return accepted
         if self.rollout.max_weight_staleness is not None:
             # stale samples have no trained token
-            return [any(any(sample.loss_mask) for sample in rollout) for rollout in rollouts]
-        is_failed = [all(sample.failure for sample in rollout) for rollout in rollouts]
-        if not any(is_failed):
+            is_trained = []
+            for rollout in rollouts:
+                is_trained.append(any(any(sample.loss_mask) for sample in rollout))
+            return is_trained
+        counts = []
+        for rollout in rollouts:
+            counts.append(not all(sample.failure for sample in rollout))
+        if all(counts):
             return None
-        return [not failed for failed in is_failed]
+        return counts
 
     def score(self, samples: Sequence[Sample], size: int = 1) -> tuple[TrainingBatch, Tensor]:
         """Returns all samples as a batch of every data-parallel rank, and their log-probs [L].
@@ -179,7 +184,7 @@ class Learner:
     def _with_advantages(
         self, steps: Sequence[Step], advantages: Sequence[Sequence[float]]
     ) -> list[Step]:
-        """Returns the steps with advantages of each token, from the user's function if there is one."""
+        """Returns the steps with token advantages, computed by the user's function if set."""
         steps = [
             replace(step, batch=step.batch.with_advantages(values))
             for step, values in zip(steps, advantages, strict=True)
@@ -215,7 +220,7 @@ class Learner:
             correction = self._correct(batch, batch.responses.old_log_probs_L)
             if self.policy.reject_before_advantage:
                 mask_L = correction.mask
-            # a user's correction has weights of its own, which are unknown before the loss
+            # a user's correction computes other weights, which are unknown before the loss
             if config.use_tis and self.custom_tis is None:
                 weights_L = correction.weights
         return mask_L, weights_L
@@ -237,7 +242,7 @@ class Learner:
         )
 
     def _isolate_zero_advantage_groups(self, step: Step) -> Step:
-        """Moves zero-advantage groups into separate micro-batches, whose backward pass is skipped."""
+        """Moves zero-advantage groups to separate micro-batches, whose backward pass is skipped."""
         engine = self.engine
         size = engine.config.micro_batch_size
         is_fixed = engine.token_budget is None and size is not None and step.routing_record is None
@@ -347,7 +352,7 @@ class Learner:
         return batch.with_routing(experts, weights if replays_weights else None), missing
 
     def _accepted(self, step: Step) -> list[bool]:
-        """Returns which rollouts of a step have an accepted token, in their order over all ranks."""
+        """Returns which rollouts of a step, of all ranks, have an accepted token."""
         accepted: list[bool] = []
         if self.parallel.is_last_stage:
             old_log_probs_L = step.batch.responses.old_log_probs_L
@@ -465,7 +470,7 @@ class Learner:
         return metrics
 
     def _rate_scale(self, sums: StepSums | None) -> float:
-        """Returns the factor of the learning rate: the effective share of sequences, or its root."""
+        """Returns the factor of the learning rate: the effective sequence share, or its root."""
         scaling = self.engine.config.ess_lr_scaling
         if scaling == "off":
             return 1.0
@@ -483,7 +488,7 @@ class Learner:
         records: Sequence[TokenRecord],
         global_batch: GlobalBatch,
     ) -> None:
-        """Adds the step's tokens to the dump of each data-parallel rank."""
+        """Adds the step's tokens to the dumps; every data-parallel rank has one."""
         parallel = self.parallel
         if self.dump is None or not parallel.is_last_stage or parallel.tensor_rank > 0:
             return
@@ -504,7 +509,10 @@ class Learner:
                 )
 
     def _mismatch_otherwise(self, step: Step) -> dict[str, float]:
-        """Measures the mismatch of the mode that training does not use (replay or no replay) by one forward pass."""
+        """Measures the mismatch with replay if training does not replay experts, else without.
+
+        This takes one forward pass.
+        """
         replays = not self.rollout.use_rollout_routing_replay
         name = WITH_REPLAY if replays else WITHOUT_REPLAY
         with self.engine.timer(name):
@@ -560,7 +568,7 @@ class Learner:
         return self._correct(batch, train_L).global_batch
 
     def _covariance_limit(self, batch: TrainingBatch) -> CovarianceLimit | None:
-        """Returns the selection of clip_cov or kl_cov in the global batch; None for other losses."""
+        """Returns the selection of clip_cov or kl_cov in the global batch, or None."""
         name = self.correction.policy_loss
         if name not in COVARIANCE_LOSSES or not self.parallel.is_last_stage:
             return None
@@ -602,7 +610,7 @@ class Learner:
         }
         if result.loss_scale is not None:
             metrics |= {"loss_scale": result.loss_scale, "overflow_steps": float(result.overflowed)}
-            # an overflow only lowers the loss scale; the norm of its gradient means nothing
+            # an overflow only lowers the loss scale, and its gradient norm has no meaning
             if result.overflowed:
                 del metrics["grad_norm"]
         self._old_log_prob_forwards = 0

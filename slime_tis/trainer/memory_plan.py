@@ -50,7 +50,7 @@ MAX_TENSOR_SIZE = 8
 class Weight(NamedTuple):
     """A weight of the model, or a rank's shard of a weight.
 
-    An expert's weight stands for the `copies` experts of its layer.
+    An expert's weight represents the equal weights of `copies` experts.
     """
 
     rows: int
@@ -106,7 +106,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """The weights of a whole model, from which the memory of any layout follows."""
+    """The weights of a model, from which the memory of any layout follows."""
 
     weights: tuple[Weight, ...]
     transformer: TransformerConfig

@@ -382,7 +382,7 @@ def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDum
 
 
 def steps_per_rollout(arguments: Arguments) -> int:
-    """Returns the optimizer steps of each rollout."""
+    """Returns the number of optimizer steps per rollout."""
     assert arguments.loop.num_steps_per_rollout is not None  # parse_args derives it
     return arguments.loop.num_steps_per_rollout
 

@@ -72,7 +72,7 @@ def advantages_of(
     All segments of a rollout have the same advantage, unless the user's function computes it.
 
     Args:
-        groups: The samples of each prompt.
+        groups: Samples per prompt.
         accepted: Whether each rollout has an accepted token; None if all have.
         policy: How advantages are computed.
         user_advantages: The advantage of every sample from the user's function; None without one.
@@ -105,7 +105,7 @@ def advantages_of(
 
 
 def _per_sample(values: Sequence[T], units: Sequence[Sequence[Sample]]) -> list[T]:
-    """Repeats the value of each unit for each of its samples."""
+    """Repeats the value of a unit for every sample in the unit."""
     repeated: list[T] = []
     for value, unit in zip(values, units, strict=True):
         repeated += [value] * len(unit)
@@ -123,9 +123,9 @@ def with_token_baseline(
 
     Args:
         steps: This rank's share of every step, with log π_old and Σ_v π_v².
-        rewards: For each step, the reward of each sample, assigned to the last token.
-        corrections: The mask and the importance weights [L] of each step's tokens.
-        group_numbers: Number of each group, by the group's index.
+        rewards: Rewards of the samples, step by step; the last token of a sample has the reward.
+        corrections: Mask and importance weights [L] of the tokens, step by step.
+        group_numbers: Group numbers by group index.
         ranks: The ranks that share the steps.
 
     Returns:

@@ -139,7 +139,7 @@ class Interrupts:
         self._rank = rank
 
     def report_failure(self, message: str) -> Failure:
-        """Reports this rank's failure to the other ranks and returns the first failure of the job."""
+        """Reports this rank's failure to the other ranks; returns the first failure of the job."""
         failure = Failure(self._rank, message)
         store = self._store
         if store is None:

@@ -18,7 +18,7 @@ NO_TOKEN = (
 
 
 class TokenGradients:
-    """Whether the gradients of each token of an optimizer step are finite, on this rank.
+    """Whether the token gradients of an optimizer step are finite, on this rank.
 
     Hooks read the gradients during the backward pass. Nothing synchronizes with the host before
     `first_nonfinite`.
@@ -48,7 +48,7 @@ class TokenGradients:
             inputs.logits.register_hook(look_at_logits)
 
     def first_nonfinite(self, step: Step, parallel: Parallel) -> str:
-        """Returns a sentence about the first trained token whose gradient or log-prob is not finite.
+        """Returns a sentence about the first trained token with a non-finite gradient or log-prob.
 
         A collective of all ranks.
         """

@@ -31,7 +31,7 @@ MAX_QUEUED_ROLLOUTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepDump:
-    """The samples of an optimizer step on a data-parallel rank, with values of their tokens."""
+    """The samples of an optimizer step on a data-parallel rank, with token values."""
 
     samples: Sequence[Sample]
     advantages: Sequence[float]
@@ -61,7 +61,7 @@ class DumpSettings:
 
 
 class TrainDump:
-    """Writes the steps of each rollout to one file, in a thread; reports failed writes on stderr."""
+    """Writes one file per rollout, in a thread; reports failed writes on stderr."""
 
     def __init__(self, settings: DumpSettings, rank: int) -> None:
         self._settings = settings
@@ -150,7 +150,7 @@ def _with_measured_policy(
 
 
 def sample_parts(sample: Sample, train_log_prob: Any, **columns: Any) -> SampleParts:
-    """Returns a sample's columns: training's log-probs, the rollout engine's values and `columns`."""
+    """Returns a sample's columns: training's log-probs, the rollout engine's values, and others."""
     return SampleParts(
         train_log_prob=train_log_prob,
         rollout_log_prob=sample.rollout_log_probs,

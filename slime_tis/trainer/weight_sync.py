@@ -62,7 +62,7 @@ METRICS = {
     "movement_received": "rollout/probe_movement_received",
     "received": "rollout/probe_received",
 }
-"""Metric of each field of `Comparison`."""
+"""Metric names by the fields of `Comparison`."""
 
 
 @dataclass(kw_only=True)
@@ -99,7 +99,7 @@ def max_gap(trains_in: Precision, samples_in: Precision | None, tokens: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The probe's log-probs by one copy of the rollout engine's weights, compared with training's."""
+    """The probe's log-probs from one copy of the rollout engine's weights, and from training."""
 
     gap: float
     """Mean |r − n|, in nats per token; infinite if a log-prob is not finite."""
@@ -139,7 +139,7 @@ class PolicyWeights:
 
         Args:
             sampler: The rollout engine.
-            prompts: Of the training data; the probe consists of some of them.
+            prompts: Training prompts, some of which form the probe.
             context_len: Context of the model in tokens, which limits the probe; None if unlimited.
         """
         rounder = WeightRounder(self.config.weight_update_rounding, self.megatron.seed)
@@ -273,11 +273,11 @@ def check_weight_sync(
 def _expectation(
     engine: TrainingEngine, updates: WeightUpdates, trains_in: Precision
 ) -> tuple[Precision | None, float]:
-    """Returns the rollout engine's precision and the share of the update that survived rounding; a collective.
+    """Returns the rollout engine's precision, and the share of the update that survived rounding.
 
-    The share is 0 if the probe need not move: no measured weight moved, the precision is unknown,
-    or training is the coarser of the two, so that its noise moves the probe further than the
-    update. Ranks that send nothing know neither value and get both from the others.
+    A collective. The share is 0 if the probe need not move: no measured weight moved, the precision
+    is unknown, or training is the coarser of the two. In the last case, training's noise moves the
+    probe further than the update. Ranks that send nothing get both values from the others.
     """
     precision = updates.precision
     level = 0  # on a rank that sends nothing
@@ -286,11 +286,13 @@ def _expectation(
         level = 1 + COARSENESS.index(precision)
         if updates.moved and coarser(trains_in, precision) == precision:
             received = updates.metrics().get("rollout/update_received", 1.0)
-    level = engine.parallel.largest(level)
+    level = engine.parallel.largest(level)  # 0 if no rank knows the precision
     # `largest` compares integers: thousandths are fine enough
     thousandths = round(1000 * min(max(received, 0.0), 1.0))
     share = engine.parallel.largest(thousandths) / 1000
-    return (COARSENESS[level - 1] if level else None), share
+    if level == 0:
+        return None, share
+    return COARSENESS[level - 1], share
 
 
 def compare(
@@ -316,7 +318,7 @@ def compare(
     if parallel.is_last_stage:
 
         def total(*terms: Tensor) -> list[float]:
-            """Returns the sum of each term over the probe, which every data-parallel rank has."""
+            """Returns the terms summed over the probe, which every data-parallel rank has."""
             sums = torch.stack([term.double().sum() for term in terms])
             over_ranks: list[float] = parallel.ranks.all_reduce(sums).tolist()
             return [value / parallel.data_size for value in over_ranks]

@@ -118,7 +118,7 @@ def read_hf_config(directory: str | Path) -> HfConfig:
     """Loads a checkpoint's configuration.
 
     Raises:
-        ValueError: The architecture, or one of its options, is not supported.
+        ValueError: The architecture, or a variant, is not supported.
     """
     read_model_config(directory)
     hf: HfConfig = load_config(directory)

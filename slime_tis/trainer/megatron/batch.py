@@ -41,10 +41,12 @@ class TrainingBatch:
         """Returns the samples at these indices, in that order."""
 
         def chosen(values: Sequence[T] | None) -> list[T] | None:
-            return None if values is None else [values[i] for i in samples]
+            if values is None:
+                return None
+            return [values[sample] for sample in samples]
 
         return TrainingBatch(
-            tokens=[self.tokens[i] for i in samples],
+            tokens=[self.tokens[sample] for sample in samples],
             responses=self.responses.select(samples),
             sampling_masks=chosen(self.sampling_masks),
             routed_experts=chosen(self.routed_experts),
@@ -62,7 +64,7 @@ class TrainingBatch:
         return replace(self, responses=replace(self.responses, **values_L))  # type: ignore[arg-type]
 
     def with_advantages(self, per_sample: Sequence[float]) -> "TrainingBatch":
-        """Returns the same samples with every sample's advantage at each of its tokens."""
+        """Returns the same samples; all tokens of a sample have the sample's advantage."""
         return replace(self, responses=self.responses.with_advantages(per_sample))
 
 
@@ -170,7 +172,7 @@ def assign_together(groups: Sequence[Hashable], size: int) -> int:
     ranks get equally many samples, and no run has samples of two groups.
 
     Args:
-        groups: The group of each sample.
+        groups: Groups, sample by sample.
         size: Number of data-parallel ranks.
     """
     group_sizes = [len(list(group)) for _, group in groupby(groups)]

@@ -53,7 +53,7 @@ RECORDS = {
     ("torch.distributed.checkpoint.planner", "WriteItemType"),
     ("torch.serialization", "_get_layout"),
 }
-"""Classes and functions in `.metadata` that become records. None of them is imported or called."""
+"""Classes and functions in `.metadata` that become records and are never imported or called."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -192,7 +192,7 @@ def check_extra_state(state: dict[str, Any], checkpoint: Path) -> None:
 
 
 class _Record:
-    """An object in `.metadata`: the arguments and the state of its class."""
+    """An object in `.metadata`: constructor arguments and state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None

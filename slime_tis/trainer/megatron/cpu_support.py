@@ -1,12 +1,13 @@
 r"""Lets megatron-core run on a machine without CUDA.
 
-megatron-core 0.16.1 names the CUDA device literally in places that do not need CUDA (a loss counter, a gradient norm,
-a checkpoint's `synchronize`), and calls collectives in ways that gloo does not support. Without a CUDA device,
-`install` adds an import hook that rewrites those places in the sources of `megatron.core` during their import. Torch is
-not patched and no file is changed.
+megatron-core 0.16.1 names the CUDA device literally in places that do not need CUDA (a loss
+counter, a gradient norm, a checkpoint's `synchronize`), and calls collectives in ways that gloo
+does not support. Without a CUDA device, `install` adds an import hook that rewrites these places in
+the sources of `megatron.core` during their import. Torch is not patched and no file is changed.
 
-A CPU-only path is proposed for parts of megatron-core (https://github.com/NVIDIA/Megatron-LM/pull/6270); its release
-makes this file obsolete.
+A CPU-only path is proposed for some of megatron-core
+(https://github.com/NVIDIA/Megatron-LM/pull/6270); a release with that path makes this file
+obsolete.
 """
 
 import importlib.abc
@@ -27,8 +28,8 @@ REPLACEMENTS = (
     (r"(?<!def )\b_[gs]et_cuda_rng_state" + CALL, "None"),
     (r"\bpin_memory=True\b", "pin_memory=False"),
     (r"(?<!\btorch)\.cuda" + CALL, ""),  # tensor.cuda(...)
-    # gloo gathers and scatters tensors of one size only. The ranks that share the matrices of an
-    # expert have different numbers of its tokens, unless they also share the sequence.
+    # gloo gathers and scatters only tensors of equal sizes. Ranks that divide the matrices of an
+    # expert receive different numbers of tokens, unless they also divide the sequence.
     (
         r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)",
         (
@@ -73,7 +74,7 @@ def install() -> None:
 
 
 def rewrite(source: str) -> str:
-    """A megatron.core source file with the replacements."""
+    """Applies the replacements to a source file of megatron.core."""
     for pattern, replacement in REPLACEMENTS:
         source = re.sub(pattern, replacement, source)
     return source
@@ -96,11 +97,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if (
-            not _has_cuda()
-            and spec is not None
-            and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
-        ):
+        if spec is None or _has_cuda():
+            return spec
+        if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
 

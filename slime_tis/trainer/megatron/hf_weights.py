@@ -131,16 +131,15 @@ RULES: dict[str, tuple[str, ...]] = {
     "output_layer.weight": ("vocab", "lm_head.weight"),
 }
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-"""The index of a routed expert on its rank, in the name of its weight."""
+"""Matches a routed expert's local index in the name of a weight."""
 GATHERED_BYTES = 2**30
-"""Weights of routed experts that one collective gathers; it gathers at least one expert of each
-rank."""
+"""Bytes of routed experts' weights that one collective gathers; at least one expert per rank."""
 
 
 def rule(
     name: str, hf: HfConfig, first_layer: int, first_expert: int = 0
 ) -> tuple[Layout, list[str]]:
-    """Returns the layout of a Megatron weight and the names of its Hugging Face tensors.
+    """Returns a Megatron weight's layout, and the names of the Hugging Face tensors.
 
     Args:
         name: Megatron's name, which counts layers and experts from the rank's first one.

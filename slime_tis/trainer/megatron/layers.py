@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
+    """Rotary embedding and causal attention over packed sequences.
 
     megatron-core's local attention supports neither packed sequences nor context parallelism, and
     its rotary embedding splits and joins the packed tokens per sequence, layer and tensor. Here

@@ -34,17 +34,20 @@ MIN_COLUMNS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDistribution:
-    """softmax(logits / temperature) over the tokens that could be sampled, split over tensor-parallel ranks."""
+    """softmax(logits / temperature) over the tokens that could be sampled.
+
+    Tensor-parallel ranks divide the vocabulary.
+    """
 
     temperature: float = 1.0
     sampling_mask: SamplingMask | None = None
-    """Each row's set of tokens. A row without a set has the whole vocabulary; None if every row
-    has."""
+    """Each row's set of tokens. A row without a set has the complete vocabulary; None if all rows
+    have."""
     group: ProcessGroup | None = None
     """Tensor-parallel group over which the vocabulary is split."""
     vocab_start: int = 0
     vocab_size: int | None = None
-    """Tokens of the whole vocabulary; None if it is not padded."""
+    """Tokens of the complete vocabulary; None if it is not padded."""
     chunk_size: int = -1
     """Rows per chunk, which bounds the temporaries; −1 for automatic."""
     entropy_gradient: bool = True
@@ -59,7 +62,10 @@ class TokenDistribution:
         return min(tokens_from_here, columns)
 
     def scale_(self, logits_LV: Tensor, start: int) -> Tensor:
-        """Divides logits of the tokens from `start` on by the temperature and removes tokens outside the sets."""
+        """Divides logits by the temperature, and sets tokens outside the sets to −inf.
+
+        The first column is token `start`.
+        """
         if self.temperature != 1.0:
             logits_LV.div_(self.temperature)
         if self.sampling_mask is not None:
@@ -72,13 +78,15 @@ def vocab_parallel_log_probs(
 ) -> tuple[Tensor, ...]:
     """Log-prob of every target under the distribution, and the distribution's entropy.
 
-        log π(y) = z_y − log Σ_{v∈S} e^{z_v},    H = log Σ_{v∈S} e^{z_v} − Σ_{v∈S} π_v z_v,    z = logits / temperature
+        z = logits / temperature
+        log π(y) = z_y − log Σ_{v∈S} e^{z_v}
+        H = log Σ_{v∈S} e^{z_v} − Σ_{v∈S} π_v z_v
 
     The third value is Σ_{v∈S} π_v² if the distribution `sums_squares`.
 
-    S is the whole vocabulary, or the set of tokens that could be sampled, which is constant under
-    differentiation ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556), section 3.1,
-    "Keep Sampling Mask").
+    S is the complete vocabulary, or the set of tokens that could be sampled. The set is constant
+    under differentiation ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556),
+    section 3.1, "Keep Sampling Mask").
 
     One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear
     layer does not need.
@@ -158,7 +166,10 @@ class LogitSums:
         *,
         has_minus_infinity: bool,
     ) -> "LogitSums":
-        """Sums over z, which is overwritten by z − m; `column_L` is each target's column, possibly out of range."""
+        """Returns sums over z, and overwrites z by z − m.
+
+        `column_L` is each target's column; it may be out of range.
+        """
         max_L = z_LV.amax(1).clamp_min_(torch.finfo(z_LV.dtype).min)
         is_here_L, column_L1 = columns(column_L, z_LV.shape[1])
         target_L = torch.where(is_here_L, z_LV.gather(1, column_L1).squeeze(1), 0.0)
@@ -175,9 +186,10 @@ class LogitSums:
     @classmethod
     def cat(cls, chunks: Sequence["LogitSums"]) -> "LogitSums":
         """The sums of the rows of all chunks."""
-        return cls(
-            *(torch.cat([getattr(chunk, field.name) for chunk in chunks]) for field in fields(cls))
-        )
+        columns = []
+        for field in fields(cls):
+            columns.append(torch.cat([getattr(chunk, field.name) for chunk in chunks]))
+        return cls(*columns)
 
     def merge(self, other: "LogitSums") -> "LogitSums":
         """Sums over the logits of both."""
@@ -186,7 +198,7 @@ class LogitSums:
         return LogitSums(max_L, *sums)
 
     def over_ranks(self, group: ProcessGroup | None) -> "LogitSums":
-        """Sums over the whole vocabulary; a collective of the group."""
+        """Sums over the complete vocabulary; a collective of the group."""
         if group is None or group.size() == 1:
             return self
         max_L = self.max.clone()
@@ -282,7 +294,7 @@ def fused_linear_log_probs(
     distribution: TokenDistribution,
     weight_grad_OI: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Log-prob of every target under softmax(hidden · weightᵀ / temperature), and that distribution's entropy.
+    """Log-prob of every target, and the entropy, of softmax(hidden · weightᵀ / temperature).
 
     Values and gradients equal `vocab_parallel_log_probs` of the logits, up to the order of sums.
     Only one tile of logits exists at a time, rows × a block of the vocabulary. The forward pass
@@ -297,7 +309,7 @@ def fused_linear_log_probs(
         hidden_LI: hidden states, the same on all tensor-parallel ranks; logits have the precision
             of the weight.
         weight_OI: this rank's rows of the output layer.
-        target_L: int64, ids in the whole vocabulary.
+        target_L: int64, ids in the complete vocabulary.
         distribution: temperature, sampling sets and split of the vocabulary.
         weight_grad_OI: float32; the backward pass adds the weight's gradient to this tensor,
             megatron-core's `main_grad`. Returned to autograd, it would be another tensor of that
@@ -326,7 +338,10 @@ class _Plan:
 
     @classmethod
     def of(cls, rows: int, width: int, distribution: TokenDistribution, entries: int) -> "_Plan":
-        """Plans tiles of about `entries` logits, for `rows` rows and `width` columns of this rank."""
+        """Plans tiles of about `entries` logits.
+
+        `rows` and `width` are the rows and columns of this rank.
+        """
         width = distribution.width(width)
         chunk_size = distribution.chunk_size
         if chunk_size == -1:
@@ -474,8 +489,9 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def columns(column_L: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Whether each column is one of the first `width`, [L], and the column clamped to these, [L, 1]."""
-    return (column_L >= 0) & (column_L < width), column_L.clamp(0, width - 1).unsqueeze(1)
+    """Returns whether each column is in [0, width), [L], and the clamped columns, [L, 1]."""
+    is_here_L = (column_L >= 0) & (column_L < width)
+    return is_here_L, column_L.clamp(0, width - 1).unsqueeze(1)
 
 
 def row_chunks(rows: int, chunk_size: int) -> list[slice]:
@@ -490,19 +506,19 @@ def precision(values: Tensor) -> torch.dtype:
 
 
 def leave_out_(logits_LV: Tensor, sampling_mask: SamplingMask, start: int) -> None:
-    """Overwrites logits of the tokens from `start` on by −inf outside each row's set; rows without a set stay.
+    """Overwrites logits outside each row's set by −inf; rows without a set do not change.
 
-    The logits of the sets are taken out, the rows lowered to −inf, and the sets put back, in memory
-    of the sets' size: no [L, V] mask is made. NaN and +inf outside a set become NaN, so that broken
-    weights still show.
+    The first column is token `start`. The logits of the sets are copied, the rows are lowered to
+    −inf, and the copies are written back. This needs memory only for the sets, not for an [L, V]
+    mask. NaN and +inf outside a set become NaN, so that broken weights remain visible.
     """
     width = logits_LV.shape[1]
     column_M = sampling_mask.token_ids.long() - start
     is_here_M, column_M1 = columns(column_M, width)
     index_M = sampling_mask.position_of_token() * width + column_M1.squeeze(1)
     flat = logits_LV.view(-1)
-    # A token of another rank becomes −inf at an index that may be another token's: the larger one
-    # is right.
+    # A token of another rank has the index of some token of this rank, and the value −inf. `amax`
+    # keeps the larger value, which is right.
     logit_M = torch.where(is_here_M, flat[index_M], -torch.inf)
     logits_LV.add_(torch.where(sampling_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
     flat.scatter_reduce_(0, index_M, logit_M, "amax")
@@ -517,7 +533,10 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     **others: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Log-probs and entropies of this rank's response tokens, with gradient: slime's helper for loss functions."""
+    """slime's helper for loss functions: log-probs and entropies of response tokens, with gradient.
+
+    Both are for the response tokens of this rank.
+    """
     total_lengths = [len(tokens) for tokens in unconcat_tokens]
     slices = context_parallel({}).slices(total_lengths, response_lengths, None)
     responses = []

@@ -1,7 +1,11 @@
-"""The default token budget of a micro-batch, from free memory; also trims the heap between passes on a CPU."""
+"""The default token budget of a micro-batch, which depends on free memory.
+
+On a CPU, this module also trims the heap between passes.
+"""
 
 import ctypes
 import math
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,17 +17,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 BUDGET_SHARE = 0.5
-"""Share of the free memory that a micro-batch may take: the rest is for caches, buckets and
+"""Share of the free memory for a micro-batch: the rest is for caches, buckets and
 fragmentation."""
 CGROUP = Path("/sys/fs/cgroup")
 MIN_TRIMMED_BYTES = 256 * 2**20
 """Less freed memory stays in the heap, which saves the time to allocate it again."""
 NO_LIMIT = 2**63
+"""Bytes that are free if the container has no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBudget:
-    """Largest number of tokens of a micro-batch on one rank; a longer sequence is a micro-batch alone."""
+    """Largest number of tokens of a micro-batch on one rank.
+
+    A longer sequence is the only one in its micro-batch.
+    """
 
     tokens: int
     reason: str | None = None
@@ -36,7 +44,10 @@ class TokenBudget:
 
     @classmethod
     def that_fits(cls, free: int, per_token: int) -> "TokenBudget":
-        """The budget for these numbers of bytes: a power of two, so that it rarely differs between repeated runs."""
+        """Returns the budget for these numbers of bytes.
+
+        A power of two, so that it rarely differs between repeated runs.
+        """
         tokens = max(int(BUDGET_SHARE * free) // per_token, 1)
         return cls(
             tokens=1 << (tokens.bit_length() - 1),
@@ -45,29 +56,33 @@ class TokenBudget:
 
 
 def free_memory(device: torch.device, processes: int) -> int:
-    """Free bytes of this process's GPU, or its share of the memory that the machine's `processes` share."""
+    """Returns free bytes of this process's GPU, or this process's share of free main memory.
+
+    `processes` is the number of processes on the machine.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(psutil.virtual_memory().available, _free_in_container()) // processes
 
 
 def _free_in_container() -> int:
+    """Returns free bytes under the limit of the control group; the file cache counts as free."""
     try:
-        limit, used = (
-            (CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current")
-        )
-        statistics = dict(
-            line.split() for line in (CGROUP / "memory.stat").read_text().splitlines()
-        )
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        statistics = (CGROUP / "memory.stat").read_text()
     except OSError:
         return NO_LIMIT
     if limit == "max":
         return NO_LIMIT
-    return max(int(limit) - int(used) + int(statistics.get("inactive_file", 0)), 0)
+    file_cache = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
+    if file_cache is not None:
+        used -= int(file_cache[1])
+    return max(int(limit) - used, 0)
 
 
 def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> int:
-    """Bytes per token of a micro-batch at the peak of a training step: activations, and logits.
+    """Returns bytes per token of a micro-batch at the peak of a training step.
 
     * The layers save for autograd what `_saved_values` counts. With pipeline parallelism the first
       stage holds one micro-batch per stage, hence all layers' activations.
@@ -93,7 +108,7 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
 
 
 def _saved_values(config: TransformerConfig) -> float:
-    """Values per token that the layers of all micro-batches in flight keep for the backward pass.
+    """Returns values per token that the layers keep for the backward pass, over all micro-batches.
 
     With full recomputation, a layer (`block`), or a group of layers (`uniform`), keeps its input.
     One layer or group at a time is computed again, and then keeps everything. A block is the first
@@ -114,7 +129,7 @@ def _saved_values(config: TransformerConfig) -> float:
 
 
 def _values_of_a_layer(config: TransformerConfig) -> float:
-    """Values per token that one layer saves for autograd.
+    """Returns values per token that one layer saves for autograd.
 
     * Inputs and outputs of both norms: 4 hidden vectors.
     * Queries, keys and values repeated for them, and the output of the attention twice: 5 vectors
@@ -128,12 +143,15 @@ def _values_of_a_layer(config: TransformerConfig) -> float:
     tensor: int = config.tensor_model_parallel_size
     queries: int = config.num_attention_heads * config.kv_channels
     groups: int = config.num_query_groups * config.kv_channels
-    has_torch_layers: bool = config.use_te_activation_func  # False with transformer-engine's layers
-    repeated = 2 * config.context_parallel_size if has_torch_layers else 2
+    repeated = 2
+    inner_vectors = 5
+    if config.use_te_activation_func:  # False with transformer-engine's layers
+        repeated = 2 * config.context_parallel_size
+        inner_vectors = 2
     attention = (3 + repeated) * queries + 2 * groups
     if config.qk_layernorm:
         attention += queries + 2 * groups
-    inner = (2 if has_torch_layers else 5) * config.ffn_hidden_size
+    inner = inner_vectors * config.ffn_hidden_size
     expert_inputs: float = 0
     if config.num_moe_experts is not None:
         sparse = config.moe_router_topk * config.moe_ffn_hidden_size
@@ -147,16 +165,17 @@ def _values_of_a_layer(config: TransformerConfig) -> float:
 
 
 def _hidden_values(config: TransformerConfig) -> float:
-    """Values per token of a hidden state on one rank; sequence parallelism divides the tokens."""
-    tensor: int = config.tensor_model_parallel_size
-    hidden: int = config.hidden_size
-    return hidden / tensor if config.sequence_parallel else hidden
+    """Returns values per token of a hidden state on one rank."""
+    hidden: float = config.hidden_size
+    if config.sequence_parallel:  # which divides the tokens
+        hidden /= config.tensor_model_parallel_size
+    return hidden
 
 
 def trim_before_gradient(
     token_bytes: int, _module: torch.nn.Module, _inputs: Any, output: Tensor
 ) -> None:
-    """Forward hook of the embedding: trims the heap before the gradient of its weight is allocated."""
+    """Forward hook of the embedding: trims the heap before its weight's gradient is allocated."""
     if output.requires_grad:
         output.register_hook(lambda grad: trim_heap(grad.device, token_bytes * len(grad)))
 
@@ -167,13 +186,16 @@ def trim_heap(device: torch.device, freed: int) -> None:
     glibc keeps freed blocks of less than 32 MiB, which rarely fit the next micro-batch, whose
     tensors have other sizes: resident memory was 1.5 times the used memory.
     """
-    libc = _glibc() if device.type == "cpu" and freed > MIN_TRIMMED_BYTES else None
+    if device.type != "cpu" or freed <= MIN_TRIMMED_BYTES:
+        return
+    libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
+    """Returns the C library if it is glibc."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
         return None

@@ -1,4 +1,4 @@
-"""Micro-batches of limited numbers of tokens, and the tree of the segments that their sequences share.
+"""Micro-batches of limited numbers of tokens, and the segments that their sequences share.
 
 In a causal model, hidden states depend only on earlier tokens, so equal beginnings have equal
 hidden states. Each shared segment is computed once and counts once.
@@ -28,8 +28,8 @@ def in_sample_order(
 
     Args:
         values: [tokens, …], micro-batch by micro-batch.
-        partition: The samples of each micro-batch.
-        lengths: Number of tokens of each sample.
+        partition: For each micro-batch, its samples.
+        lengths: For each sample, its number of tokens.
     """
     order = list(chain.from_iterable(partition))
     lengths_in_order = [lengths[sample] for sample in order]
@@ -58,7 +58,7 @@ class PrefixTree:
 
     segments: tuple[Segment, ...]
     paths: tuple[tuple[int, ...], ...]
-    """The segments of each sequence, in order; the last may extend past the sequence."""
+    """Per sequence, its segments in order; the last may extend past the sequence."""
     total_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
 
@@ -85,8 +85,8 @@ class PrefixTree:
         """Returns a tree that shares beginnings that are complete prompts or long enough.
 
         Args:
-            tokens: Prompt and response of each sequence, token ids.
-            response_lengths: Tokens of each response.
+            tokens: Token ids per sequence, prompt and response.
+            response_lengths: Response tokens per sequence.
         """
         ids = [np.asarray(sequence, dtype=">i8") for sequence in tokens]
         # the bytes of big-endian numbers sort like the numbers
@@ -124,10 +124,10 @@ class PrefixTree:
 
 
 def _continuations(ids: Sequence[np.ndarray], order: Sequence[int]) -> dict[int, int]:
-    """Maps each sequence that is a beginning of another to the longest such sequence.
+    """Maps a sequence that is the beginning of others to the longest of these.
 
     Args:
-        ids: Token ids of each sequence.
+        ids: Token ids per sequence.
         order: The sequences, sorted by their token ids.
     """
     continued_by: dict[int, int] = {}
@@ -144,7 +144,7 @@ def _grow(
     """Divides sequences into segments, depth first.
 
     Returns:
-        The segments, and the last segment of each sequence.
+        The segments, and the last segment per sequence.
     """
     segments: list[Segment] = []
     leaves: dict[int, int] = {}
@@ -154,14 +154,12 @@ def _grow(
         sequences, start, parent = todo.pop()
         first = sequences[0]
         is_leaf = len(sequences) == 1
-        # sorted sequences: what the first and the last have in common, all have in common
+        # The sequences are sorted: all share the common beginning of the first and the last.
         end = len(ids[first]) if is_leaf else _common(ids[first], ids[sequences[-1]])
-        is_long = end - start >= MIN_SHARED
-        if (
-            is_leaf
-            or is_long
-            or (start == 0 and _holds_prompts(ids, response_lengths, sequences, end))
-        ):
+        is_segment = is_leaf or end - start >= MIN_SHARED
+        if start == 0 and not is_segment:
+            is_segment = _holds_prompts(ids, response_lengths, sequences, end)
+        if is_segment:
             segments.append(Segment(sequence=first, start=start, length=end - start, parent=parent))
             start = end
             parent = len(segments) - 1
@@ -189,7 +187,9 @@ def _common(left: np.ndarray, right: np.ndarray) -> int:
     """Returns the length of the common beginning."""
     shorter = min(len(left), len(right))
     differs = left[:shorter] != right[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
+    if not differs.any():
+        return shorter
+    return int(differs.argmax())
 
 
 def _path(segments: Sequence[Segment], leaf: int, length: int) -> tuple[int, ...]:
@@ -212,10 +212,10 @@ def token_budget_partitions(
     split. A rollout over the budget is the only one in its micro-batch.
 
     Args:
-        trees: The sequences of each rank.
+        trees: The sequences per rank.
         max_tokens: The token budget of a micro-batch.
-        rollouts: The number of each sequence's rollout, rank by rank; sequences of one rollout stay
-            together. Each sequence is a rollout if None.
+        rollouts: Per rank, the rollout number per sequence; sequences of one rollout stay
+            together. If None, each sequence is a separate rollout.
 
     Returns:
         Indices of sequences, per rank and micro-batch.
@@ -229,22 +229,25 @@ def token_budget_partitions(
     for plan in plans:
         while len(plan) < count:
             _split_fullest(plan)
-    return [[planned.samples for planned in plan] for plan in plans]
+    partitions = []
+    for plan in plans:
+        partitions.append([planned.samples for planned in plan])
+    return partitions
 
 
 def load_of(tree: PrefixTree, samples: Sequence[int]) -> int:
-    """The size that a token budget bounds: computed tokens, or response tokens if they are more."""
+    """Returns the size that a token budget limits: the maximum of computed and response tokens."""
     return _Planned(tree=tree).add([list(samples)]).load
 
 
 @dataclass(kw_only=True, eq=False)
 class _Planned:
-    """A micro-batch in the making."""
+    """A micro-batch to which rollouts are added."""
 
     tree: PrefixTree
     rollouts: list[Rollout] = field(default_factory=list)
     segments: set[int] = field(default_factory=set)
-    """Segments of its rollouts."""
+    """Segments that the rollouts consist of."""
     tokens: int = 0
     """Computed tokens: the tokens of the segments."""
     responses: int = 0
@@ -266,7 +269,7 @@ class _Planned:
         return self
 
     def load_with(self, rollouts: Sequence[Rollout]) -> int:
-        """The load with more rollouts; an upper bound if they share nothing with the others."""
+        """Returns the load with more rollouts; an upper bound if they share no segment."""
         if self.segments.isdisjoint(_segments(self.tree, rollouts)):
             return self.load + _Planned(tree=self.tree).add(rollouts).load
         return max(self._sizes_with(rollouts))
@@ -299,7 +302,10 @@ def _split_fullest(plan: list[_Planned]) -> None:
 
 
 def _families(tree: PrefixTree, numbers: Sequence[int]) -> list[list[Rollout]]:
-    """Groups rollouts that begin with the same segment; `numbers` has the rollout of each sample."""
+    """Groups rollouts that begin with the same segment.
+
+    `numbers` has the rollout number per sample.
+    """
     samples_of: dict[int, Rollout] = {}
     for sample, number in enumerate(numbers):
         samples_of.setdefault(number, []).append(sample)
@@ -316,7 +322,9 @@ def _first_fit_decreasing(
     tree: PrefixTree, numbers: Sequence[int], max_tokens: int
 ) -> list[_Planned]:
     """Puts each family, largest first, into the first micro-batch with enough space."""
-    loads = [(load_of(tree, list(chain(*family))), family) for family in _families(tree, numbers)]
+    loads = []
+    for family in _families(tree, numbers):
+        loads.append((load_of(tree, list(chain(*family))), family))
     loads.sort(key=lambda pair: pair[0], reverse=True)
     items: list[list[Rollout]] = []
     for load, family in loads:
@@ -326,11 +334,14 @@ def _first_fit_decreasing(
             items += [[rollout] for rollout in family]
     plan: list[_Planned] = []
     space = np.full(len(items), -np.inf)  # tokens left in each micro-batch
-    uses = Counter(chain(*(_segments(tree, item) for item in items)))
+    uses: Counter[int] = Counter()
+    for item in items:
+        uses.update(_segments(tree, item))
     for item in items:
         # Segments that no other item has are new in every micro-batch. In most cases an item adds
         # only these, so that the comparison with `space` leaves few micro-batches to try.
-        needed = _tokens(tree, (segment for segment in _segments(tree, item) if uses[segment] == 1))
+        unshared = [segment for segment in _segments(tree, item) if uses[segment] == 1]
+        needed = _tokens(tree, unshared)
         for index in np.flatnonzero(space >= needed).tolist():
             if plan[index].load_with(item) <= max_tokens:
                 break

@@ -47,20 +47,23 @@ class AttentionRows:
 
     def gather(self, x: Tensor, index: Tensor | None) -> Tensor:
         """Packed [tokens, heads, d] → padded batch [rows, heads, length, d]."""
-        rows: Tensor = (x if index is None else x.index_select(0, index)).unflatten(
-            0, (self.count, -1)
-        )
+        if index is not None:
+            x = x.index_select(0, index)
+        rows: Tensor = x.unflatten(0, (self.count, -1))
         return rows.transpose(1, 2)
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's packed-sequence parameters, with the inputs of `ResponseModel` and `TorchAttention`."""
+    """megatron-core's packed-sequence parameters.
+
+    The additional fields are inputs of `ResponseModel` and `TorchAttention`.
+    """
 
     response_rows: Tensor | None = None
     """[L] packed tokens that predict the response tokens; None for all."""
     gives_logits: bool = False
-    """Whether the model returns the logits after these tokens instead of their hidden states."""
+    """Whether the model returns logits after these tokens instead of hidden states."""
     cos: Tensor | None = None
     """[tokens, 1, d/2] cosines of the rotary angles; None if transformer-engine applies them."""
     sin: Tensor | None = None
@@ -72,7 +75,9 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     def packed(self, outputs: Sequence[Tensor]) -> Tensor:
         """Padded batches [rows, heads, Lq, d] → packed [tokens, heads, d]."""
         flat = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
-        return flat if self.token_index is None else flat.index_select(0, self.token_index)
+        if self.token_index is None:
+            return flat
+        return flat.index_select(0, self.token_index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +92,9 @@ class MicroBatch:
     predict."""
     packed_seq_params: PackedSequences
     sequences: Sequence[Tensor]
-    """Prompt and response of each sample, int64, on the host."""
+    """Per sample, token ids of prompt and response, int64, on the host."""
     is_fed_T: Tensor
-    """bool: tokens that are followed by another token of their sequence; False for padding and
-    filler."""
+    """bool: whether a token of the same sequence follows; False for padding and filler."""
     sampling_mask: SamplingMask | None = None
     """The tokens that could be sampled at each of the L targets; None for all."""
     routed_experts: Tensor | None = None
@@ -135,19 +139,19 @@ class _Row:
 
     split: RowSplit
     local_J: Tensor
-    """Tokens of each segment on this rank."""
+    """Per segment, number of tokens on this rank."""
     start_J: Tensor
-    """First packed token of each segment."""
+    """Per segment, index of the first packed token."""
     chunk_J: Tensor
-    """Tokens of a context-parallel chunk of each segment."""
+    """Per segment, number of tokens in a context-parallel chunk."""
     segment_T: Tensor
-    """Segment of each packed token."""
+    """Per packed token, index of the segment."""
     offset_T: Tensor
-    """Index of each packed token among its segment's tokens on this rank."""
+    """Per packed token, index among the segment's tokens on this rank."""
     sequence_T: Tensor
-    """Sequence of each packed token; the filler has the number after the last sequence."""
+    """Per packed token, index of the sequence; the filler is the sequence after the last one."""
     position_T: Tensor
-    """Position of each packed token in its sequence."""
+    """Per packed token, position in the sequence."""
 
     @classmethod
     def of(cls, tree: PrefixTree, filler: int, split: RowSplit) -> "_Row":

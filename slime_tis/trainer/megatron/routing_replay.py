@@ -54,7 +54,7 @@ class MicroBatchRouting:
     """float32 [T, layers, k] weights of these experts, NaN for tokens with the router's weights;
     None: for all."""
     is_fed_T: Tensor
-    """bool: tokens that are followed by another token of their sequence."""
+    """bool: whether a token of the same sequence follows."""
     is_recorded_T: Tensor
     """bool: tokens of `is_fed_T` with a record in `experts`."""
     differs_T: Tensor
@@ -285,7 +285,7 @@ class RoutingReplay:
         layers = torch.zeros(shape, dtype=torch.float64)
         in_any_layer = torch.zeros(2, dtype=torch.float64)
         recorded_T, differs_T = self._in_any_layer()
-        # without sequence parallelism all tensor-parallel ranks see the same tokens: count them once
+        # without sequence parallelism, all tensor-parallel ranks have the same tokens: count once
         if self._splits or parallel.tensor_rank == 0:
             layers[self._layer_indices] = self.counts.cpu()
             if parallel.is_last_stage:
@@ -351,7 +351,7 @@ def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> N
         value = getattr(sample, name)
         descriptions.append(None if value is None else (value.shape, value.dtype))
     # only rank 0 has the values: the other ranks learn from it which ones exist. One object in a
-    # list, because every object is sent in a message of its own.
+    # list, because every object is sent in a separate message.
     box = [descriptions]
     dist.broadcast_object_list(box, src=0)
     for (data_rank, sample, name), description in zip(slots, box[0], strict=True):
@@ -370,7 +370,7 @@ def _received(parallel: Parallel, shape: torch.Size, dtype: torch.dtype) -> Tens
 
 
 def _pass_on(parallel: Parallel, data_rank: int, data: Tensor) -> Tensor:
-    """Sends bytes from rank 0 to the ranks of a data-parallel rank, the first one before the others.
+    """Sends bytes from rank 0 to the ranks of a data-parallel rank, first to one of them.
 
     Megatron's groups have no common group of a data-parallel rank: the bytes go through its
     context-parallel, tensor-parallel and pipeline-parallel groups. They are bytes because NCCL has

@@ -175,7 +175,7 @@ class TrainingEngine:
 
         Args:
             batch: The samples of this rank.
-            partition: The samples of each micro-batch.
+            partition: Samples per micro-batch.
             record: Receives the routing of this pass.
             source: Routing to replay, see `RoutingReplay.begin`.
             replays_routing: Whether the recorded experts are replayed.
@@ -240,11 +240,11 @@ class TrainingEngine:
 
         Args:
             batch: The samples of this rank.
-            partition: The samples of each micro-batch.
+            partition: Samples per micro-batch.
             loss: The loss of a micro-batch.
             source: Routing to replay, see `RoutingReplay.begin`.
-            scales_with_advantages: Whether each token's loss is a multiple of its advantage. Then
-                the backward pass of a micro-batch without advantages may be skipped.
+            scales_with_advantages: Whether a token with advantage 0 has no gradient. Then the
+                backward pass of a micro-batch without advantages may be skipped.
             rate_scale: Returns the factor of the learning rate from this rank's sums. Every rank
                 calls it.
         """
@@ -296,13 +296,13 @@ class TrainingEngine:
         """Divides the samples of this data-parallel rank into micro-batches.
 
         Args:
-            tokens_of_ranks: Token ids of the samples of every data-parallel rank.
-            responses_of_ranks: Response length of each sample of every rank.
-            rollouts_of_ranks: Rollout of each sample of every rank.
+            tokens_of_ranks: Token ids, per data-parallel rank and sample.
+            responses_of_ranks: Response lengths, per rank and sample.
+            rollouts_of_ranks: Rollout numbers, per rank and sample.
 
         Returns:
-            The samples of each micro-batch. Tokens of the largest micro-batch of all ranks, divided
-            by the token budget; None without a budget.
+            Samples per micro-batch. Tokens of the largest micro-batch of all ranks, divided by the
+            token budget; None without a budget.
         """
         rank = self.parallel.data_rank
         if self.token_budget is None:
