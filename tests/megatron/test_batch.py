@@ -1,6 +1,7 @@
 """Division of samples into micro-batches and among data- and context-parallel ranks."""
 
 import dataclasses
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from slime_tis.correction import Ranks
 from slime_tis.policy.advantages import optimal_token_baseline
 from slime_tis.trainer.megatron.batch import (
+    TrainingBatch,
     assign_together,
     fixed_partition,
     make_batch,
@@ -21,34 +23,42 @@ from slime_tis.trainer.megatron.micro_batches import PrefixTree, load_of, token_
 from slime_tis.trainer.step_inputs import Step, with_token_baseline
 
 
-def test_partitions_are_fixed_and_rows_of_wrong_lengths_refused():
-    assert fixed_partition(5, 2) == [[0, 1], [2, 3], [4]]
-    assert fixed_partition(3, None) == [[0, 1, 2]]
+@pytest.mark.parametrize(
+    ("count", "size", "expected"),
+    [
+        pytest.param(5, 2, [[0, 1], [2, 3], [4]], id="the last one is smaller"),
+        pytest.param(3, None, [[0, 1, 2]], id="all in one"),
+    ],
+)
+def test_fixed_partitions(count, size, expected):
+    assert fixed_partition(count, size) == expected
+
+
+def test_rows_of_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match=r"weight_versions has \[1, 1\]"):
         make_batch([[1, 2]], [[1]], [[-0.5]], [[0], [0]])
 
 
-def test_context_ranks_own_every_token_once_and_have_whole_loss_masks():
+@pytest.mark.parametrize(("rank", "expected"), [(0, [4.0]), (1, [0.0, 1.0, 2.0, 3.0])])
+def test_context_ranks_own_every_token_once(rank, expected):
     values = [0.0, 1.0, 2.0, 3.0, 4.0]
-    pieces = [
-        make_batch(
-            [[1] * 8], [[1, 1, 0, 1, 1]], [values], [[0] * 5], rank, 2
-        ).responses.rollout_log_probs_L
-        for rank in range(2)
-    ]
     # 8 tokens, chunks of 2: rank 0 holds logits 0, 1 and 6, 7; the logit at p predicts token p + 1
-    # and the response starts at token 3, so rank 0 owns token 7 alone (response index 4) and rank 1
+    # and the response starts at token 3, so rank 0 owns only token 7 (response index 4) and rank 1
     # the tokens 3, 4, 5, 6.
-    assert pieces[0].tolist() == [4.0]
-    assert pieces[1].tolist() == [0.0, 1.0, 2.0, 3.0]
+    batch = make_batch([[1] * 8], [[1, 1, 0, 1, 1]], [values], [[0] * 5], rank, 2)
+    assert batch.responses.rollout_log_probs_L.tolist() == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_context_ranks_have_complete_loss_masks(rank):
+    tokens = [[1] * 8, [2] * 4]
     masks = [[1, 1, 0, 1, 1], [0, 1, 1]]
-    for rank in range(2):
-        batch = make_batch(
-            [[1] * 8, [2] * 4], masks, [[0.0] * 5, [0.0] * 3], [[0] * 5, [0] * 3], rank, 2
-        )
-        assert batch.responses.loss_mask_N.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
-        assert batch.select([1, 0]).responses.loss_mask_N.tolist() == [0, 1, 1, 1, 1, 0, 1, 1]
-        assert batch.select([1]).responses.loss_mask_N.tolist() == [0, 1, 1]
+    log_probs = [[0.0] * 5, [0.0] * 3]
+    versions = [[0] * 5, [0] * 3]
+    batch = make_batch(tokens, masks, log_probs, versions, rank, 2)
+    assert batch.responses.loss_mask_N.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
+    assert batch.select([1, 0]).responses.loss_mask_N.tolist() == [0, 1, 1, 1, 1, 0, 1, 1]
+    assert batch.select([1]).responses.loss_mask_N.tolist() == [0, 1, 1]
 
 
 def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps():
@@ -97,55 +107,88 @@ def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps():
         assert advantages_L is not None and torch.equal(advantages_L, packed.float())
 
 
-def test_select_keeps_all_fields_of_a_sample_and_the_slices_of_a_context_rank():
+@pytest.fixture
+def selected() -> TrainingBatch:
+    """The second of two samples."""
     batch = make_batch([[1, 2], [3, 4, 5]], [[1], [1, 0]], [[-0.5], [-1.0, -2.0]], [[7], [8, 9]])
-    chosen = (
-        batch.with_token_values(old_log_probs_L=torch.tensor([0.0, 1.0, 2.0]))
-        .with_advantages([5.0, 6.0])
-        .select([1])
-    )
-    responses = chosen.responses
-    assert chosen.tokens[0].tolist() == [3, 4, 5]
-    assert responses.response_lengths == responses.lengths == (2,) and responses.total_lengths == (
-        3,
-    )
-    assert responses.loss_mask_L.tolist() == [1, 0]
-    assert responses.rollout_log_probs_L.tolist() == [-1, -2]
-    assert responses.weight_versions_L.tolist() == [8, 9]
-    assert responses.old_log_probs_L is not None and responses.old_log_probs_L.tolist() == [1, 2]
-    assert responses.advantages_L is not None and responses.advantages_L.tolist() == [6, 6]
-    assert responses.ref_log_probs_L is None
-    whole = make_batch(
-        [[1] * 8, [2] * 6], [[1] * 5, [1] * 4], [[0.5] * 5, [1.5] * 4], [[0] * 5, [0] * 4], 1, 2
-    )
-    alone = make_batch([[2] * 6], [[1] * 4], [[1.5] * 4], [[0] * 4], 1, 2)
-    assert whole.select([1]).responses.slices == alone.responses.slices
-    assert (
-        whole.select([1]).responses.rollout_log_probs_L.tolist()
-        == alone.responses.rollout_log_probs_L.tolist()
-    )
-    assert whole.select([0, 1]).responses.slices == whole.responses.slices
+    batch = batch.with_token_values(old_log_probs_L=torch.tensor([0.0, 1.0, 2.0]))
+    return batch.with_advantages([5.0, 6.0]).select([1])
 
 
-def test_siblings_stay_together_unless_ranks_get_unequal_numbers():
-    assert shard("abcdef", 1, 3) == ["b", "e"] and unshard([["a", "c"], ["b", "d"]]) == list("abcd")
-    assert assign_together(["a"] * 4 + ["b"] * 4, 2) == 4
-    assert shard("aaaabbbb", 1, 2, 4) == list("bbbb")
-    assert assign_together(["a"] * 4 + ["b"] * 4 + ["c"] * 4, 2) == 2  # six each
-    assert shard("abcdefghijkl", 0, 2, 2) == list("abefij")
-    assert assign_together(["a"] * 3 + ["b"] * 5, 2) == 1
-    trees = [
-        PrefixTree.apart([9] * 3, [1] * 3),
-        PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4),
-    ]
+def test_select_keeps_tokens(selected):
+    assert [tokens.tolist() for tokens in selected.tokens] == [[3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("response_lengths", (2,)),
+        ("lengths", (2,)),
+        ("total_lengths", (3,)),
+        ("ref_log_probs_L", None),
+    ],
+)
+def test_select_keeps_lengths(selected, name, expected):
+    assert getattr(selected.responses, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("loss_mask_L", [1, 0]),
+        ("rollout_log_probs_L", [-1, -2]),
+        ("weight_versions_L", [8, 9]),
+        ("old_log_probs_L", [1, 2]),
+        ("advantages_L", [6, 6]),
+    ],
+)
+def test_select_keeps_token_values(selected, name, expected):
+    assert getattr(selected.responses, name).tolist() == expected
+
+
+def test_select_keeps_the_slices_of_a_context_rank():
+    log_probs = [[0.5] * 5, [1.5] * 4]
+    versions = [[0] * 5, [0] * 4]
+    both = make_batch([[1] * 8, [2] * 6], [[1] * 5, [1] * 4], log_probs, versions, 1, 2)
+    second = make_batch([[2] * 6], [[1] * 4], log_probs[1:], versions[1:], 1, 2).responses
+    chosen = both.select([1]).responses
+    assert chosen.slices == second.slices
+    assert chosen.rollout_log_probs_L.tolist() == second.rollout_log_probs_L.tolist()
+    assert both.select([0, 1]).responses.slices == both.responses.slices
+
+
+def test_samples_are_dealt_to_ranks_in_turn():
+    assert shard("abcdef", 1, 3) == ["b", "e"]
+    assert unshard([["a", "c"], ["b", "d"]]) == list("abcd")
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        pytest.param("aaaabbbb", 4, id="a group per rank"),
+        pytest.param("aaaabbbbcccc", 2, id="six samples per rank"),
+        pytest.param("aaabbbbb", 1, id="unequal groups"),
+    ],
+)
+def test_siblings_stay_together_if_ranks_get_equal_numbers(groups, expected):
+    assert assign_together(groups, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "rank", "together", "expected"),
+    [("aaaabbbb", 1, 4, "bbbb"), ("abcdefghijkl", 0, 2, "abefij")],
+)
+def test_shards_of_samples_that_stay_together(samples, rank, together, expected):
+    assert shard(samples, rank, 2, together) == list(expected)
+
+
+def test_a_rank_with_fewer_micro_batches_splits_its_fullest():
+    siblings = [[1, 1, 5 + sample] for sample in range(4)]
+    trees = [PrefixTree.apart([9] * 3, [1] * 3), PrefixTree.of(siblings, [1] * 4)]
     first, second = token_budget_partitions(trees, 9)
     assert first == [[0], [1], [2]]
-    assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert sorted(map(len, second)) == [1, 1, 2]
+    assert sorted(chain(*second)) == [0, 1, 2, 3]
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
@@ -237,21 +280,54 @@ rollouts_of_a_rank = st.lists(
 """Each rollout's segments: the number of a prompt of nine tokens, and the length of a response."""
 
 
-@given(st.lists(rollouts_of_a_rank, min_size=1, max_size=3), st.integers(1, 60))
-def test_rollouts_are_whole_and_within_the_budget(ranks, budget):
+@st.composite
+def planned_ranks(draw):
+    """The tree, the rollout numbers and the partition of every rank, and the budget."""
+    ranks = draw(st.lists(rollouts_of_a_rank, min_size=1, max_size=3))
+    budget = draw(st.integers(1, 60))
     shortest = min(map(len, ranks))  # every rank gets the same number of rollouts
-    trees, numbers = [], []
-    for drawn in (rank[:shortest] for rank in ranks):
-        tokens = [
-            [*[prompt] * 9, *range(10, 10 + own)] for rollout in drawn for prompt, own in rollout
-        ]
-        trees.append(PrefixTree.of(tokens, [own for rollout in drawn for _, own in rollout]))
-        numbers.append([number for number, rollout in enumerate(drawn) for _ in rollout])
+    trees = []
+    numbers = []
+    for rank in ranks:
+        tokens = []
+        lengths = []
+        rank_numbers = []
+        for number, rollout in enumerate(rank[:shortest]):
+            for prompt, length in rollout:
+                tokens.append([prompt] * 9 + list(range(10, 10 + length)))
+                lengths.append(length)
+                rank_numbers.append(number)
+        trees.append(PrefixTree.of(tokens, lengths))
+        numbers.append(rank_numbers)
     partitions = token_budget_partitions(trees, budget, numbers)
-    assert len({len(partition) for partition in partitions}) == 1
-    for tree, rollouts, partition in zip(trees, numbers, partitions, strict=True):
-        assert sorted(i for samples in partition for i in samples) == list(range(len(tree)))
+    return list(zip(trees, numbers, partitions, strict=True)), budget
+
+
+@given(planned_ranks())
+def test_ranks_have_equal_numbers_of_micro_batches(plan):
+    ranks, _ = plan
+    assert len({len(partition) for _, _, partition in ranks}) == 1
+
+
+@given(planned_ranks())
+def test_every_sequence_is_in_one_micro_batch(plan):
+    for tree, _, partition in plan[0]:
+        assert sorted(chain(*partition)) == list(range(len(tree)))
+
+
+@given(planned_ranks())
+def test_rollouts_are_complete_in_a_micro_batch(plan):
+    for _, numbers, partition in plan[0]:
         for samples in partition:
-            chosen = {rollouts[i] for i in samples}
-            assert samples == [i for i, number in enumerate(rollouts) if number in chosen]
+            chosen = {numbers[sample] for sample in samples}
+            complete = [sample for sample, number in enumerate(numbers) if number in chosen]
+            assert samples == complete
+
+
+@given(planned_ranks())
+def test_micro_batches_of_several_rollouts_fit_the_budget(plan):
+    ranks, budget = plan
+    for tree, numbers, partition in ranks:
+        for samples in partition:
+            chosen = {numbers[sample] for sample in samples}
             assert len(chosen) == 1 or load_of(tree, samples) <= budget

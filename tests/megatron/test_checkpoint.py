@@ -54,34 +54,37 @@ def test_resumption_is_bitwise(options, model, parallel, tmp_path):
     sharded_checkpoint.save(tmp_path, 2, engine, {"run": "a", "step": 2}, retain=2)
     expected = steps(engine, 2)
     resumed = build(model, parallel, **options)
-    found = sharded_checkpoint.latest_complete_checkpoint(tmp_path)
-    sharded_checkpoint.load(found[0], resumed)
-    assert read_state(found[0]) == {"run": "a", "step": 2}
+    checkpoint, _ = sharded_checkpoint.latest_complete_checkpoint(tmp_path)
+    sharded_checkpoint.load(checkpoint, resumed)
+    assert read_state(checkpoint) == {"run": "a", "step": 2}
     assert steps(resumed, 2) == expected
     for name, tensor in resumed.named_hf_tensors():
         assert torch.equal(tensor, dict(engine.named_hf_tensors())[name])
 
 
-def test_an_overflow_of_float16_skips_the_step_and_a_loss_that_is_not_finite_is_none(
-    model, parallel
-):
+def test_an_overflow_of_float16_lowers_the_loss_scale(model, parallel):
+    engine = build(model, parallel, fp16=True, initial_loss_scale=2.0**32)
+    results = [engine.train_step(BATCH, [[0, 2], [1]], likelihood) for _ in range(3)]
+    # the second overflow halves it
+    assert [result.loss_scale for result in results] == [2.0**32, 2.0**32, 2.0**31]
+    assert all(result.overflowed and result.is_finite for result in results)
+
+
+def test_an_overflow_of_float16_leaves_the_weights(model, parallel):
     engine = build(model, parallel, fp16=True, initial_loss_scale=2.0**32)
     before = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
-    results = [engine.train_step(BATCH, [[0, 2], [1]], likelihood) for _ in range(3)]
-    assert [result.loss_scale for result in results] == [
-        2.0**32,
-        2.0**32,
-        2.0**31,
-    ]  # the second overflow halves it
-    assert all(result.overflowed and result.is_finite for result in results)
+    assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).overflowed
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_hf_tensors())
 
+
+def test_a_loss_that_is_not_finite_is_no_overflow(model, parallel):
     def broken(inputs):
-        found = likelihood(inputs)
-        return dataclasses.replace(found, numerator=found.numerator * torch.nan)
+        outputs = likelihood(inputs)
+        return dataclasses.replace(outputs, numerator=outputs.numerator * torch.nan)
 
     result = build(model, parallel, fp16=True).train_step(BATCH, [[0, 2], [1]], broken)
-    assert not result.overflowed and not result.is_finite
+    assert not result.overflowed
+    assert not result.is_finite
 
 
 def test_a_checkpoint_of_another_model_is_refused(model, parallel, tmp_path):
@@ -93,35 +96,42 @@ def test_a_checkpoint_of_another_model_is_refused(model, parallel, tmp_path):
         )
 
 
-@pytest.mark.parametrize("distributed", [False, True])
-def test_options_of_the_optimizer_are_those_of_the_resumed_run(
-    distributed, model, parallel, tmp_path
-):
-    engine = build(model, parallel, use_distributed_optimizer=distributed)
+@pytest.fixture(params=[False, True], ids=["each rank", "distributed optimizer"])
+def other_options(request, model, parallel, tmp_path):
+    """A run resumed after two steps, with other options of the optimizer."""
+    engine = build(model, parallel, use_distributed_optimizer=request.param)
     steps(engine, 2)
     sharded_checkpoint.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
-    options = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_eps": 1e-4, "weight_decay": 0.3}
     config = MegatronConfig(
         hf_checkpoint=str(model),
         lr=1e-2,
         min_lr=2e-3,
-        use_distributed_optimizer=distributed,
-        **options,
+        lr_decay_style="linear",
+        use_distributed_optimizer=request.param,
+        adam_beta1=0.5,
+        adam_beta2=0.6,
+        adam_eps=1e-4,
+        weight_decay=0.3,
     )
-    config = dataclasses.replace(config, lr_decay_style="linear")
     resumed = TrainingEngine(config, parallel, temperature=1.0, total_steps=4)
     sharded_checkpoint.load(tmp_path / "iter_0000002", resumed)
-    found = resumed.train_step(BATCH, [[0, 2], [1]], likelihood)
-    assert found.learning_rate == pytest.approx(2e-3 + (1e-2 - 2e-3) * (1 - 3 / 4))  # step 3 of 4
-    for group in resumed.optimizer.param_groups:
+    return resumed
+
+
+def test_options_of_the_optimizer_are_those_of_the_resumed_run(other_options):
+    result = other_options.train_step(BATCH, [[0, 2], [1]], likelihood)
+    assert result.learning_rate == pytest.approx(2e-3 + (1e-2 - 2e-3) * (1 - 3 / 4))  # step 3 of 4
+    for group in other_options.optimizer.param_groups:
         assert (tuple(group["betas"]), group["eps"]) == ((0.5, 0.6), 1e-4)
         assert group["weight_decay"] == 0.3 * group["wd_mult"]
-    states = [
-        state
-        for part in sharded_checkpoint.torch_adams(resumed.optimizer)
-        for state in part.optimizer.state.values()
-    ]
-    assert {float(state["step"]) for state in states} == {3.0}  # the state is the checkpoint's
+
+
+def test_the_state_of_the_optimizer_is_that_of_the_checkpoint(other_options):
+    other_options.train_step(BATCH, [[0, 2], [1]], likelihood)
+    step_counts = set()
+    for wrapper in sharded_checkpoint.torch_adams(other_options.optimizer):
+        step_counts |= {float(state["step"]) for state in wrapper.optimizer.state.values()}
+    assert step_counts == {3.0}
 
 
 @pytest.mark.parametrize("name", ["__cause__", "__context__"])
@@ -142,8 +152,13 @@ def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fork", no_fork)
     sharded_checkpoint.save(tmp_path, 1, engine, {"run": "a"}, retain=1)
     assert {path.name for path in (tmp_path / "iter_0000001").iterdir()} == {
-        *("__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json"),
-        *("trainer_state.json", "SHA256SUMS"),
+        "__0_0.distcp",
+        "__0_1.distcp",
+        ".metadata",
+        "common.pt",
+        "metadata.json",
+        "trainer_state.json",
+        "SHA256SUMS",
     }
     subprocess.run(
         ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"],
@@ -165,56 +180,86 @@ def build_moe(model, parallel, **options):
     return TrainingEngine(config, parallel, temperature=1.0, total_steps=10, keep_reference=True)
 
 
-def test_router_biases_stay_float32_and_constant_in_bfloat16_training(glm, parallel):
-    engine, file = build_moe(glm, parallel, bf16=True), load_file(glm / "model.safetensors")
-    before = engine.reference_log_probs(BATCH, [[0, 1, 2]])
+@pytest.fixture(scope="module")
+def trained_glm(glm, parallel):
+    """A mixture of experts after two steps in bfloat16."""
+    engine = build_moe(glm, parallel, bf16=True)
     for _ in range(2):
         assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).is_finite
-    torch.testing.assert_close(
-        engine.reference_log_probs(BATCH, [[0, 1, 2]]), before, rtol=0, atol=0
-    )
-    for name, tensor in engine.named_hf_tensors():
+    return engine
+
+
+def test_the_reference_policy_does_not_train(glm, parallel, trained_glm):
+    untrained = build_moe(glm, parallel, bf16=True).reference_log_probs(BATCH, [[0, 1, 2]])
+    reference = trained_glm.reference_log_probs(BATCH, [[0, 1, 2]])
+    torch.testing.assert_close(reference, untrained, rtol=0, atol=0)
+
+
+def test_router_biases_stay_constant_in_float32(glm, trained_glm):
+    file = load_file(glm / "model.safetensors")
+    tensors = dict(trained_glm.named_hf_tensors())
+    assert tensors.keys() == file.keys()
+    biases = [name for name in tensors if name.endswith(BIAS)]
+    assert len(biases) == 2
+    for name in biases:
+        assert tensors[name].dtype == torch.float32
+        assert torch.equal(tensors[name], file[name])
+
+
+def test_other_weights_train_in_bfloat16(glm, trained_glm):
+    file = load_file(glm / "model.safetensors")
+    for name, tensor in trained_glm.named_hf_tensors():
         if name.endswith(BIAS):
-            assert tensor.dtype == torch.float32 and torch.equal(tensor, file.pop(name))
-        else:
-            assert tensor.dtype == torch.bfloat16, name
-            unchanged = torch.equal(tensor, file.pop(name).bfloat16())
-            assert not unchanged or ".experts." in name, (
-                name
-            )  # so few tokens do not reach every expert
-    assert not file
+            continue
+        assert tensor.dtype == torch.bfloat16, name
+        is_unchanged = torch.equal(tensor, file[name].bfloat16())
+        # so few tokens do not reach every expert
+        assert not is_unchanged or ".experts." in name, name
 
 
-def test_an_unused_engine_is_freed(glm, model, parallel):
-    for path in (model, glm):
-        engine = build_moe(path, parallel)
-        assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).is_finite
-        module = weakref.ref(engine.model.module)
-        del engine
-        gc.collect()
-        assert module() is None, path
+@pytest.mark.parametrize("checkpoint", ["model", "glm"])
+def test_an_unused_engine_is_freed(checkpoint, request, parallel):
+    engine = build_moe(request.getfixturevalue(checkpoint), parallel)
+    assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).is_finite
+    module = weakref.ref(engine.model.module)
+    del engine
+    gc.collect()
+    assert module() is None
 
 
-def test_sizes_and_layers_follow_the_configuration(glm, tmp_path, model, parallel):
+def test_sizes_of_experts_of_glm(glm):
     assert moe_sizes(load_config(glm)) == MoeSizes(
         layers=(1, 2), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=24
     )
+
+
+def test_sizes_of_experts_of_qwen(tmp_path):
     sizes = {"num_hidden_layers": 6, "mlp_only_layers": [1], "decoder_sparse_step": 2}
-    assert moe_sizes(
-        load_config(make_checkpoint(tmp_path / "qwen2", "qwen2_moe", **sizes))
-    ) == MoeSizes(
+    checkpoint = make_checkpoint(tmp_path, "qwen2_moe", **sizes)
+    assert moe_sizes(load_config(checkpoint)) == MoeSizes(
         layers=(3, 5), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=40
     )
-    assert moe_sizes(load_config(make_checkpoint(tmp_path / "dense", "qwen3"))) is None
-    gpu = dataclasses.replace(parallel, transformer_engine=True)
-    assert [uses_transformer_engine(load_config(path), gpu) for path in (model, glm)] == [
-        True,
-        False,
-    ]
-    assert [uses_transformer_engine(load_config(path), parallel) for path in (model, glm)] == [
-        False,
-        False,
-    ]
+
+
+def test_a_dense_model_has_no_sizes_of_experts(tmp_path):
+    assert moe_sizes(load_config(make_checkpoint(tmp_path, "qwen3"))) is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "has_engine", "expected"),
+    [
+        pytest.param("model", True, True, id="dense model"),
+        pytest.param("glm", True, False, id="experts"),
+        pytest.param("model", False, False, id="dense model without transformer-engine"),
+        pytest.param("glm", False, False, id="experts without transformer-engine"),
+    ],
+)
+def test_only_dense_models_use_transformer_engine(
+    checkpoint, has_engine, expected, request, parallel
+):
+    config = load_config(request.getfixturevalue(checkpoint))
+    machine = dataclasses.replace(parallel, transformer_engine=has_engine)
+    assert uses_transformer_engine(config, machine) is expected
 
 
 def test_an_error_without_text_is_named_by_its_type():

@@ -1,5 +1,9 @@
-"""Packed rows (tokens, positions, targets and response rows by hand, layouts against a loop), and prefix trees."""
+"""Packed rows and prefix trees: by hand, and layouts against a loop."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +11,7 @@ from hypothesis import strategies as st
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.layers import rotate
 from slime_tis.trainer.megatron.micro_batches import MIN_SHARED, PrefixTree
-from slime_tis.trainer.megatron.packing import RotaryAngles, RowSplit, pack
+from slime_tis.trainer.megatron.packing import MicroBatch, RotaryAngles, RowSplit, pack
 
 groups = st.lists(
     st.tuples(
@@ -32,22 +36,40 @@ def rows_of(packed):
     return rows.tolist()
 
 
-def test_rows_by_hand():
+def values_of(packed: MicroBatch) -> dict[str, Any]:
+    """The values that are computed by hand below."""
+    return {
+        "input_ids": packed.input_ids.tolist(),
+        "position_ids": packed.position_ids.tolist(),
+        "response_rows": rows_of(packed),
+        "target_L": packed.target_L.tolist(),
+        "cu_seqlens_q": packed.packed_seq_params.cu_seqlens_q.tolist(),
+    }
+
+
+def test_rows_without_shared_prompts():
     packed = pack(batch_of([[5, 6, 7], [8, 9]], [2, 1]))
-    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert rows_of(packed) == [0, 1, 3]
-    assert packed.target_L.tolist() == [6, 7, 9]
-    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 5]
+    assert values_of(packed) == {
+        "input_ids": [[5, 6, 7, 8, 9]],
+        "position_ids": [[0, 1, 2, 0, 1]],
+        "response_rows": [0, 1, 3],
+        "target_L": [6, 7, 9],
+        "cu_seqlens_q": [0, 3, 5],
+    }
     assert packed.packed_seq_params.max_seqlen_q == 3
-    tokens, responses = [[5, 6, 7], [5, 6, 8, 9], [1, 2], [5, 6]], [1, 2, 1, 0]
-    packed = pack(batch_of(tokens, responses), RowSplit(tensor_size=4), share_prompts=True)
-    assert packed.input_ids.tolist() == [[1, 2, 5, 6, 7, 8, 9, 0]]
-    assert packed.position_ids.tolist() == [[0, 1, 0, 1, 2, 2, 3, 0]]
-    assert rows_of(packed) == [3, 3, 5, 0]  # the prompt's last token is before both responses
-    assert packed.target_L.tolist() == [7, 8, 9, 2]
+
+
+def test_rows_with_shared_prompts():
+    batch = batch_of([[5, 6, 7], [5, 6, 8, 9], [1, 2], [5, 6]], [1, 2, 1, 0])
+    packed = pack(batch, RowSplit(tensor_size=4), share_prompts=True)
+    assert values_of(packed) == {
+        "input_ids": [[1, 2, 5, 6, 7, 8, 9, 0]],
+        "position_ids": [[0, 1, 0, 1, 2, 2, 3, 0]],
+        "response_rows": [3, 3, 5, 0],  # the prompt's last token is before both responses
+        "target_L": [7, 8, 9, 2],
+        "cu_seqlens_q": [0, 2, 4, 5, 7, 8],
+    }
     assert packed.is_fed_T.tolist() == [True, False, True, True, False, True, False, False]
-    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 2, 4, 5, 7, 8]
 
 
 @given(groups, st.integers(1, 3))
@@ -75,20 +97,37 @@ def test_every_packed_token_sees_the_beginning_of_its_sequence(drawn, tensor_siz
                 assert packed.position_ids[0, seen].tolist() == list(range(len(seen)))
 
 
-def test_zigzag_over_two_ranks():
-    # 6 tokens are 4 chunks of 2 (the last one padding): rank 0 has positions 0 1 6 7, rank 1 has 2
-    # 3 4 5.
-    sequences, responses = [[10, 11, 12, 13, 14, 15]], [3]
-    first = pack(batch_of(sequences, responses, 0, 2), RowSplit(context_rank=0, context_size=2))
-    second = pack(batch_of(sequences, responses, 1, 2), RowSplit(context_rank=1, context_size=2))
-    assert first.position_ids.tolist() == [[0, 1, 6, 7]]
-    assert first.input_ids.tolist() == [[10, 11, 0, 0]]
-    assert second.input_ids.tolist() == [[12, 13, 14, 15]]
-    assert rows_of(first) == []
-    assert rows_of(second) == [0, 1, 2]
-    assert first.target_L.tolist() == []
-    assert second.target_L.tolist() == [13, 14, 15]
-    assert second.packed_seq_params.cu_seqlens_q.tolist() == [0, 8]
+# 6 tokens are 4 chunks of 2, and the last one is padding: rank 0 has the positions 0 1 6 7, rank 1
+# has 2 3 4 5.
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (
+            0,
+            {
+                "input_ids": [[10, 11, 0, 0]],
+                "position_ids": [[0, 1, 6, 7]],
+                "response_rows": [],
+                "target_L": [],
+                "cu_seqlens_q": [0, 8],
+            },
+        ),
+        (
+            1,
+            {
+                "input_ids": [[12, 13, 14, 15]],
+                "position_ids": [[2, 3, 4, 5]],
+                "response_rows": [0, 1, 2],
+                "target_L": [13, 14, 15],
+                "cu_seqlens_q": [0, 8],
+            },
+        ),
+    ],
+)
+def test_zigzag_over_two_ranks(rank, expected):
+    batch = batch_of([[10, 11, 12, 13, 14, 15]], [3], rank, 2)
+    packed = pack(batch, RowSplit(context_rank=rank, context_size=2))
+    assert values_of(packed) == expected
 
 
 def test_the_gradient_of_a_rotation_matches_its_formula():
@@ -110,86 +149,122 @@ def routed(length, first):
     return (first + position + torch.arange(2)[:, None] + torch.tensor([0, 100])).to(torch.int16)
 
 
-def test_rows_of_experts_are_at_the_indices_of_their_tokens():
+@pytest.fixture(scope="module")
+def routed_row() -> MicroBatch:
+    """Three sequences, of which the second has no record of its experts."""
     batch = batch_of([[5, 6, 7], [8, 9], [3, 4]], [2, 1, 1])
+    experts = [routed(3, 0), None, routed(2, 1000)]
     weights = [torch.full((2, 2, 2), 0.25), None, torch.full((1, 2, 2), 0.75)]
-    packed = pack(
-        batch.with_routing([routed(3, 0), None, routed(2, 1000)], weights), RowSplit(tensor_size=4)
-    )
-    assert packed.is_fed_T.tolist() == [True, True, False, True, False, True, False, False]
-    assert packed.routed_experts is not None and packed.routed_experts.dtype == torch.int16
+    return pack(batch.with_routing(experts, weights), RowSplit(tensor_size=4))
+
+
+def test_the_last_token_of_a_sequence_is_not_fed(routed_row):
+    assert routed_row.is_fed_T.tolist() == [True, True, False, True, False, True, False, False]
+
+
+def test_rows_of_experts_are_at_the_indices_of_their_tokens(routed_row):
+    assert routed_row.routed_experts.dtype == torch.int16
     nothing = [-1, -1]
-    assert packed.routed_experts[:, 0].tolist() == [
-        *(
-            [0, 100],
-            [10, 110],
-            nothing,
-        ),  # the last token of a sequence was not fed to the rollout engine
-        *(nothing, nothing),  # nothing was recorded of the second sequence
-        *([1000, 1100], nothing),
+    assert routed_row.routed_experts[:, 0].tolist() == [
+        [0, 100],
+        [10, 110],
+        nothing,  # the last token of a sequence was not fed to the rollout engine
+        nothing,  # the second sequence has no record
+        nothing,
+        [1000, 1100],
+        nothing,
         nothing,  # the filler
     ]
-    assert packed.routed_experts[:, 1, 0].tolist() == [1, 11, -1, -1, -1, 1001, -1, -1]
-    assert packed.routing_weights is not None
-    found = packed.routing_weights[:, 1, 1]
-    assert found[[0, 1, 5]].tolist() == [0.25, 0.25, 0.75] and found[[2, 3, 4, 6, 7]].isnan().all()
+    assert routed_row.routed_experts[:, 1, 0].tolist() == [1, 11, -1, -1, -1, 1001, -1, -1]
+
+
+def test_routing_weights_are_at_the_indices_of_their_tokens(routed_row):
+    weights = routed_row.routing_weights[:, 1, 1]
+    assert weights[[0, 1, 5]].tolist() == [0.25, 0.25, 0.75]
+    assert weights[[2, 3, 4, 6, 7]].isnan().all()
+
+
+@st.composite
+def packed_ranks(draw):
+    """Sequences of consecutive numbers, some with experts, packed for every context-parallel rank."""
+    lengths = st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans())
+    shapes = draw(st.lists(lengths, min_size=1, max_size=5))
+    context_size = draw(st.integers(1, 4))
+    tensor_size = draw(st.integers(1, 3))
+    tokens = []
+    responses = []
+    experts = []
+    for number, (prompt, response, is_recorded) in enumerate(shapes):
+        total = prompt + response
+        tokens.append(list(range(100 * number + 1, 100 * number + 1 + total)))
+        responses.append(response)
+        experts.append(routed(total, 1000 * number) if is_recorded else None)
+    ranks = []
+    for rank in range(context_size):
+        batch = batch_of(tokens, responses, rank, context_size).with_routing(experts, None)
+        split = RowSplit(context_rank=rank, context_size=context_size, tensor_size=tensor_size)
+        ranks.append((batch, pack(batch, split)))
+    return SimpleNamespace(
+        tokens=tokens, responses=responses, experts=experts, tensor_size=tensor_size, ranks=ranks
+    )
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=5
-    ),
-    st.integers(1, 4),
-    st.integers(1, 3),
-)
-def test_ranks_together_hold_every_prediction_and_every_row_of_experts_once(
-    shapes, context_size, tensor_size
-):
-    tokens = [
-        [100 * i + j + 1 for j in range(prompt + response)]
-        for i, (prompt, response, _) in enumerate(shapes)
-    ]
-    rows = [
-        routed(len(ids), 1000 * i) if there else None
-        for i, (ids, (*_, there)) in enumerate(zip(tokens, shapes, strict=True))
-    ]
-    responses = [response for _, response, _ in shapes]
-    found, predicted, sizes = [], [], set()
-    for rank in range(context_size):
-        batch = batch_of(tokens, responses, rank, context_size).with_routing(rows, None)
-        packed = pack(
-            batch, RowSplit(context_rank=rank, context_size=context_size, tensor_size=tensor_size)
-        )
+@given(packed_ranks())
+def test_ranks_together_predict_every_response_token_once(drawn):
+    predicted = []
+    for batch, packed in drawn.ranks:
         assert len(packed.target_L) == len(batch.responses.loss_mask_L)
         predicted += packed.target_L.tolist()
-        previous = packed.input_ids[0, rows_of(packed)]
-        assert torch.equal(
-            packed.target_L, previous + 1
-        )  # tokens of a sequence are consecutive numbers
-        sizes.add(packed.input_ids.shape[1])
-        assert packed.input_ids.shape[1] % tensor_size == 0
-        if packed.routed_experts is None:
-            assert all(experts is None for experts in rows)
-            continue
-        recorded = packed.routed_experts[:, 0, 0] >= 0
-        assert bool((packed.is_fed_T | ~recorded).all())
-        first = packed.routed_experts[recorded, 0, 0].tolist()
-        ids = packed.input_ids[0, recorded].tolist()
-        assert first == [1000 * ((token - 1) // 100) + 10 * ((token - 1) % 100) for token in ids]
-        assert packed.routed_experts[recorded, 1, 1].tolist() == [number + 101 for number in first]
-        assert bool((packed.routed_experts[~recorded] == -1).all())
-        found += first
-    assert len(sizes) == 1
-    expected = [
-        t
-        for ids, response in zip(tokens, responses, strict=True)
-        for t in ids[len(ids) - response :]
-    ]
+    expected = []
+    for ids, response in zip(drawn.tokens, drawn.responses, strict=True):
+        expected += ids[len(ids) - response :]
     assert sorted(predicted) == sorted(expected)
-    assert sorted(found) == sorted(
-        number for one in rows if one is not None for number in one[:, 0, 0].tolist()
-    )
+
+
+@settings(max_examples=60)
+@given(packed_ranks())
+def test_the_token_before_a_target_predicts_it(drawn):
+    for _, packed in drawn.ranks:
+        previous = packed.input_ids[0, rows_of(packed)]
+        assert torch.equal(packed.target_L, previous + 1)
+
+
+@settings(max_examples=60)
+@given(packed_ranks())
+def test_rows_of_ranks_have_one_size_that_tensor_ranks_divide(drawn):
+    (size,) = {packed.input_ids.shape[1] for _, packed in drawn.ranks}
+    assert size % drawn.tensor_size == 0
+
+
+@settings(max_examples=60)
+@given(packed_ranks())
+def test_ranks_together_have_every_row_of_experts_once(drawn):
+    first_experts = []
+    for _, packed in drawn.ranks:
+        if packed.routed_experts is not None:
+            experts = packed.routed_experts[:, 0, 0]
+            first_experts += experts[experts >= 0].tolist()
+    expected = []
+    for experts in drawn.experts:
+        if experts is not None:
+            expected += experts[:, 0, 0].tolist()
+    assert sorted(first_experts) == sorted(expected)
+
+
+@settings(max_examples=60)
+@given(packed_ranks())
+def test_rows_of_experts_belong_to_fed_tokens(drawn):
+    for _, packed in drawn.ranks:
+        if packed.routed_experts is None:
+            continue
+        is_recorded = packed.routed_experts[:, 0, 0] >= 0
+        assert bool((packed.is_fed_T | ~is_recorded).all())
+        assert bool((packed.routed_experts[~is_recorded] == -1).all())
+        index = packed.input_ids[0, is_recorded] - 1
+        first = 1000 * (index // 100) + 10 * (index % 100)
+        assert packed.routed_experts[is_recorded, 0, 0].tolist() == first.tolist()
+        assert packed.routed_experts[is_recorded, 1, 1].tolist() == (first + 101).tolist()
 
 
 def tree_of(samples):
@@ -207,37 +282,54 @@ def segments_of(samples):
     ]
 
 
-def test_segments_by_hand():
-    samples = [([5, 6, 7], [9, 1]), ([5, 6, 7], [8]), ([4], [3])]
-    assert segments_of(samples) == [([4, 3], -1), ([5, 6, 7], -1), ([8], 1), ([9, 1], 1)]
-    tree = tree_of(samples)
-    assert tree.paths == ((1, 3), (1, 2), (0,))
+TEMPLATE = list(range(MIN_SHARED))
+TURN = list(range(10, 10 + MIN_SHARED))
+SEGMENTS = {
+    "a shared prompt": (
+        [([5, 6, 7], [9, 1]), ([5, 6, 7], [8]), ([4], [3])],
+        [([4, 3], -1), ([5, 6, 7], -1), ([8], 1), ([9, 1], 1)],
+        ((1, 3), (1, 2), (0,)),
+    ),
+    "all are beginnings of the second": (
+        [([5, 6], [7]), ([5, 6], [7, 8]), ([5, 6], []), ([5, 6], [7, 8])],
+        [([5, 6, 7, 8], -1)],
+        ((0,), (0,), (0,), (0,)),
+    ),
+    "the second continues one of two siblings": (
+        [([5, 6], [7]), ([5, 6], [7, 8]), ([5, 6], [9])],
+        [([5, 6], -1), ([7, 8], 0), ([9], 0)],
+        ((0, 1), (0, 1), (0, 2)),
+    ),
+    "a long beginning of prompts": (
+        [([*TEMPLATE, 20], [1]), ([*TEMPLATE, 21], [1])],
+        [(TEMPLATE, -1), ([20, 1], 0), ([21, 1], 0)],
+        ((0, 1), (0, 2)),
+    ),
+    "a turn after the prompt": (
+        [([1, 2], [*TURN, 5]), ([1, 2], [*TURN, 6]), ([1, 2], [9])],
+        [([1, 2], -1), ([9], 0), (TURN, 0), ([5], 2), ([6], 2)],
+        ((0, 2, 3), (0, 2, 4), (0, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("samples", "segments", "paths"), SEGMENTS.values(), ids=list(SEGMENTS))
+def test_segments_by_hand(samples, segments, paths):
+    assert segments_of(samples) == segments
+    assert tree_of(samples).paths == paths
+
+
+def test_tokens_of_a_tree_count_once():
+    tree = tree_of([([5, 6, 7], [9, 1]), ([5, 6, 7], [8]), ([4], [3])])
     assert (tree.tokens, tree.is_shared) == (8, True)
-    samples = [
-        ([5, 6], [7]),
-        ([5, 6], [7, 8]),
-        ([5, 6], []),
-        ([5, 6], [7, 8]),
-    ]  # beginnings of the second
-    assert segments_of(samples) == [([5, 6, 7, 8], -1)]
-    assert tree_of(samples).paths == ((0,), (0,), (0,), (0,))
-    samples = [
-        ([5, 6], [7]),
-        ([5, 6], [7, 8]),
-        ([5, 6], [9]),
-    ]  # the second continues one of two siblings
-    assert segments_of(samples) == [([5, 6], -1), ([7, 8], 0), ([9], 0)]
-    assert tree_of(samples).paths == ((0, 1), (0, 1), (0, 2))
-    template = list(range(MIN_SHARED))  # long beginnings within prompts are shared
-    assert segments_of([([*template, 20], [1]), ([*template, 21], [1])]) == [
-        (template, -1),
-        ([20, 1], 0),
-        ([21, 1], 0),
-    ]
-    short = tree_of([([*template[:-1], 20], [1]), ([*template[:-1], 21], [1])])
-    assert not short.is_shared and short.paths == ((0,), (1,))
-    turn = list(range(10, 10 + MIN_SHARED))  # turns are shared after the prompt
-    samples = [([1, 2], [*turn, 5]), ([1, 2], [*turn, 6]), ([1, 2], [9])]
-    assert segments_of(samples) == [([1, 2], -1), ([9], 0), (turn, 0), ([5], 2), ([6], 2)]
-    samples = [([9], [1]), ([8], [1, 2]), ([7, 7], [3])]  # nothing is shared
+
+
+def test_a_short_beginning_of_prompts_is_not_shared():
+    tree = tree_of([([*TEMPLATE[:-1], 20], [1]), ([*TEMPLATE[:-1], 21], [1])])
+    assert not tree.is_shared
+    assert tree.paths == ((0,), (1,))
+
+
+def test_different_sequences_share_nothing():
+    samples = [([9], [1]), ([8], [1, 2]), ([7, 7], [3])]
     assert tree_of(samples) == PrefixTree.apart([2, 3, 3], [1, 2, 1])
