@@ -1,6 +1,7 @@
-"""The SGLang servers of rank 0: their connections, their weights and what they must support."""
+"""The SGLang servers of rank 0: connections, weights and required features."""
 
 import asyncio
+import itertools
 import logging
 import pkgutil
 import re
@@ -35,9 +36,9 @@ from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState, 
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
 from slime_tis.trainer.engines.sglang.responses import RolloutTask
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout
+from slime_tis.trainer.engines.sglang.weights.checksums import TensorChecksums, stale_weights
 from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
 from slime_tis.trainer.engines.weight_rounding import Precision
-from slime_tis.trainer.engines.weight_updates import BLOCKS, EMBEDDING, OUTPUT_LAYER
 
 logger = logging.getLogger(__name__)
 
@@ -48,23 +49,15 @@ PRECISIONS: dict[object, Precision] = {
     "float": "fp32",
     "float32": "fp32",
 }
-TensorChecksums = Mapping[str, Sequence[str]]
-"""Checksums of each rank by SGLang's name of the tensor."""
-JOINED = {
-    r"\.experts\.\d+\.(gate|up)_proj\.weight$": ".experts.w13_weight",
-    r"\.experts\.\d+\.down_proj\.weight$": ".experts.w2_weight",
-    r"\.[qkv]_proj\.": ".qkv_proj.",
-    r"\.(gate|up)_proj\.": ".gate_up_proj.",
-}
-"""Pattern of Hugging Face names → SGLang's name of the tensor that joins them."""
 OLDEST_SGLANG = (0, 5, 23)
-"""Reports a weight version per token, sampling masks and checksums."""
+"""The first version that reports a weight version per token, sampling masks and checksums."""
 RESTART_INTERVAL = 1.0
+"""Seconds between two looks for launched servers that ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangSettings:
-    """Which servers a run uses, and what they must support."""
+    """The servers of a run and their required features."""
 
     config: SGLangConfig
     sampling: Sampling | None = None
@@ -83,11 +76,10 @@ class SGLangSettings:
     @property
     def launch_config(self) -> SGLangConfig:
         """The config with the flags that servers need."""
-        flags = ("--enable-return-routed-experts",) * self.records_experts
-        return replace(
-            self.config,
-            sglang_server_args=(*(self.config.sglang_server_args or ()), *flags) or None,
-        )
+        if not self.records_experts:
+            return self.config
+        flags = self.config.sglang_server_args or ()
+        return replace(self.config, sglang_server_args=(*flags, "--enable-return-routed-experts"))
 
 
 class ServerGroup:
@@ -106,12 +98,10 @@ class ServerGroup:
         self.waiting_for_source: set[Server] = set()
         """Servers that came back and need weights that only the trainer has."""
         self.rollouts: set[RolloutTask] = set()
-        self._settings, self._host, self._vocab_size, self._launched = (
-            settings,
-            host,
-            vocab_size,
-            launched,
-        )
+        self._settings = settings
+        self._host = host
+        self._vocab_size = vocab_size
+        self._launched = launched
         self._layout = expert_layout(host.hf_checkpoint) if settings.records_experts else None
         self._checksums: dict[Server, TensorChecksums] = {}
         self._tasks = BackgroundTasks()
@@ -121,30 +111,29 @@ class ServerGroup:
         """Waits for the servers; raises RolloutUnavailable if none comes up, and ValueError if they refuse."""
         config = self._settings.config
         client = make_client(config.api_key, config.admin_api_key)
+        # The stack closes in reverse order: requests end before their servers and connections.
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(client.session)
 
-            async def server(url: str) -> Server:
+            def server_at(url: str) -> Server:
                 server = Server(
                     url, client, config.sglang_request_timeout, self._vocab_size, self._layout
                 )
                 stack.push_async_callback(server.close)
                 return server
 
-            urls, router = (
-                (config.server_urls if self._launched is None else self._launched.urls),
-                None,
-            )
-            if config.router_url is not None:
-                router = await server(config.router_url)
+            router = None
+            if self._launched is not None:
+                urls = self._launched.urls
+            elif config.router_url is not None:
+                router = server_at(config.router_url)
                 urls = await router.worker_urls()
-            servers = [await server(url) for url in urls]
+            else:
+                urls = config.server_urls
+            servers = [server_at(url) for url in urls]
             if router is not None:
                 router.workers = servers
-            transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.sglang_weight_sync])
-            self._sync: WeightSync = self._settings.weight_sync or transport(
-                config, self._host, urls
-            )
+            self._sync = self._settings.weight_sync or self._make_transport(urls)
             stack.push_async_callback(self._sync.close)
             self.health = HealthMonitor(
                 servers,
@@ -160,42 +149,57 @@ class ServerGroup:
                 self._tasks.start(self._restart(self._launched))
             self._stack = stack.pop_all()
 
+    def _make_transport(self, urls: Sequence[str]) -> WeightSync:
+        config = self._settings.config
+        transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.sglang_weight_sync])
+        sync: WeightSync = transport(config, self._host, urls)
+        return sync
+
     @property
     def url(self) -> str:
         """The router's URL, else the first server's."""
-        router = self.health.router
-        return (router or next(iter(self.health.states.values()))).server.url
+        if self.health.router is not None:
+            return self.health.router.server.url
+        return next(iter(self.health.states)).url
 
     @property
     def names(self) -> tuple[str, ...]:
         """The servers' URLs; none behind a router, whose answers do not name the server."""
-        return () if self.health.router else tuple(server.url for server in self.health.states)
+        if self.health.router is not None:
+            return ()
+        return tuple(server.url for server in self.health.states)
 
     @property
     def max_input_len(self) -> int | None:
         """The longest input that all servers take, in tokens; None if no server reports a limit."""
-        lengths = (state.info.max_req_input_len for state in self.health.states.values())
-        return min((length - 1 for length in lengths if length is not None), default=None)
+        lengths = []
+        for state in self.health.states.values():
+            if state.info.max_req_input_len is not None:
+                lengths.append(state.info.max_req_input_len - 1)
+        return min(lengths, default=None)
 
     @property
     def _seen(self) -> list[ServerState]:
+        """Servers that have answered; a missing server is not described yet."""
         return [state for state in self.health.states.values() if state.seen]
 
     def check_features(self) -> None:
-        """Raises ValueError if a server is too old, or the run needs experts that it was not started to return."""
+        """Raises ValueError if a server is too old, or does not record the experts that a run needs."""
         for state in self._seen:
-            numbers = tuple(map(int, re.findall("[0-9]{1,9}", state.info.version)[:3]))
+            version = state.info.version
+            numbers = tuple(int(number) for number in re.findall("[0-9]{1,9}", version)[:3])
+            # A server that reports no version is not refused.
             if (0, 0, 0) < numbers < OLDEST_SGLANG:
                 raise ValueError(
-                    f"{state.server.url} runs SGLang {state.info.version}; update it to 0.5.23 or"
-                    " newer."
+                    f"{state.server.url} runs SGLang {version}; update it to 0.5.23 or newer."
                 )
-        lacking = [
-            state.server.url
-            for state in self._seen
-            if state.info.enable_return_routed_experts is not True
-        ]
-        if lacking and self._settings.records_experts:
+        if not self._settings.records_experts:
+            return
+        lacking = []
+        for state in self._seen:
+            if state.info.enable_return_routed_experts is not True:
+                lacking.append(state.server.url)
+        if lacking:
             raise ValueError(
                 "--use-rollout-routing-replay or --measure-routing-mismatch is on but"
                 f" {', '.join(lacking)} does not return experts; start it with"
@@ -224,11 +228,12 @@ class ServerGroup:
 
     def precision(self, model: Mapping[str, Any]) -> Precision | None:
         """The precision of all servers' weights; None if it is unknown, differs or is quantized."""
-        dtypes = {
-            None if state.info.quantization is not None else state.info.dtype
-            for state in self._seen
-        }
-        precision = server_precision(dtypes.pop(), model) if len(dtypes) == 1 else None
+        dtypes = set()
+        for state in self._seen:
+            dtypes.add(None if state.info.quantization is not None else state.info.dtype)
+        precision = None
+        if len(dtypes) == 1:
+            precision = server_precision(dtypes.pop(), model)
         rounding = self._settings.rounding
         if rounding != "nearest" and precision in ("fp32", None):
             problem = (
@@ -249,16 +254,14 @@ class ServerGroup:
     async def update_returned(self, source: WeightSource, version: int) -> None:
         """Sends weights to servers that came back without them."""
         async with self._one_update:
-            servers = [
-                server
-                for server in self.health.needing_weights()
-                if server in self.waiting_for_source
-            ]
+            # A server may have gone down, or got the weights of a push, since it was noted.
+            needing = self.health.needing_weights()
+            servers = [server for server in needing if server in self.waiting_for_source]
             if servers:
                 await self._push(servers, source, version)
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-probs of all tokens but the first, by the URL of each available server."""
+        """Log-probs of all tokens but the first, by the URLs of the available servers."""
         answers: dict[str, list[float]] = {}
 
         async def ask(server: Server) -> None:
@@ -275,23 +278,27 @@ class ServerGroup:
     async def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
     ) -> list[dict[int, float]]:
-        """The likeliest next tokens of each text; the available servers take turns. Empty if a server fails."""
-        servers = [state.server for state in self.health.available()]
+        """The likeliest next tokens of the texts; the available servers take turns.
 
-        async def ask(number: int, text: Sequence[int]) -> dict[int, float]:
+        A text whose server fails has no tokens. Without servers the list is empty.
+        """
+        servers = [state.server for state in self.health.available()]
+        if not servers:
+            return []
+
+        async def ask(server: Server, text: Sequence[int]) -> dict[int, float]:
             try:
-                return await servers[number % len(servers)].top_log_probs(text, sampling, count)
+                return await server.top_log_probs(text, sampling, count)
             except SGLangError as error:
                 logger.warning("a probe of the likeliest tokens failed: %s", error)
                 return {}
 
-        return list(
-            await asyncio.gather(*(ask(*each) for each in enumerate(texts if servers else ())))
-        )
+        return await asyncio.gather(*map(ask, itertools.cycle(servers), texts))
 
     async def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Tensors that did not change in the update; see `SGLangEngine.wrong_weights`."""
-        before, self._checksums = self._checksums, {}
+        before = self._checksums
+        self._checksums = {}
 
         async def ask(server: Server) -> None:
             try:
@@ -300,15 +307,18 @@ class ServerGroup:
                 logger.warning("%s Its weights are checked by log-probs only.", error)
 
         await asyncio.gather(*(ask(state.server) for state in self.health.available()))
-        compared = before.keys() & self._checksums.keys()
-        return {
-            each.url: stale_weights(self._checksums[each], before[each], sent) for each in compared
-        }
+        wrong: dict[str, list[str]] = {}
+        for server, checksums in self._checksums.items():
+            if server in before:
+                wrong[server.url] = stale_weights(checksums, before[server], sent)
+        return wrong
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start."""
-        restarts = {} if self._launched is None else {"restarts": float(self._launched.restarts)}
-        return {"retries": self.dispatcher.retries} | self.health.metrics() | restarts
+        metrics = {"retries": self.dispatcher.retries, **self.health.metrics()}
+        if self._launched is not None:
+            metrics["restarts"] = self._launched.restarts
+        return metrics
 
     async def close(self) -> None:
         """Ends all requests, and disconnects from the servers."""
@@ -337,7 +347,8 @@ class ServerGroup:
             try:
                 restored = await self._sync.restore(server)
             except SGLangError as error:
-                return self.health.mark_down(server, str(error))
+                self.health.mark_down(server, str(error))
+                return
             if restored:
                 self.health.mark_current(server, self.health.version)
             else:
@@ -351,9 +362,8 @@ class ServerGroup:
             await asyncio.sleep(RESTART_INTERVAL)
 
     async def _end_tasks(self) -> None:
-        await cancel_and_wait(
-            [rollout.task for rollout in self.rollouts if rollout.task]
-        )  # aborts their requests
+        # Cancelled rollouts abort their requests.
+        await cancel_and_wait([rollout.task for rollout in self.rollouts if rollout.task])
         await self._tasks.cancel()
 
 
@@ -366,47 +376,12 @@ def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
 
 
 def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision | None:
-    """The precision of an SGLang `--dtype`, which is float16 for `auto` and a float32 checkpoint; None if unknown."""
-    if dtype == "auto":
-        checkpoint_dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
-        dtype = "float16" if checkpoint_dtype == "float32" else checkpoint_dtype
-    return PRECISIONS.get(dtype)
+    """The precision of SGLang's `--dtype`; None if it is unknown.
 
-
-def stale_weights(
-    now: TensorChecksums, before: TensorChecksums, sent: Mapping[str, SentRows]
-) -> list[str]:
-    """Returns the Hugging Face names of tensors that the update changed but the server did not."""
-    joined: dict[str, list[SentRows]] = {}
-    for name, rows in sent.items():
-        joined.setdefault(server_name(name), []).append(rows)
-    stale = {
-        name
-        for name, shards in joined.items()
-        if is_stale(
-            now.get(name, []),
-            before.get(name, []),
-            on_every_rank=name not in (EMBEDDING, OUTPUT_LAYER)
-            and all(shard.changed_everywhere for shard in shards),
-        )
-    }
-    return [name for name, rows in sent.items() if rows.changed and server_name(name) in stale]
-
-
-def server_name(name: str) -> str:
-    """SGLang's name of the tensor that contains a Hugging Face tensor; SGLang joins matrices with the same input."""
-    for pattern, joined in JOINED.items():
-        name = re.sub(pattern, joined, name)
-    return name
-
-
-def is_stale(now: Sequence[str], before: Sequence[str], *, on_every_rank: bool) -> bool:
-    """Whether a tensor that an update changed kept its checksums; `now` is empty if the server has no such tensor.
-
-    `on_every_rank` says whether the shard of each of up to `BLOCKS` / 2 ranks must have changed.
-    Vocabularies are padded, so their last rank may hold only padding.
+    With `auto`, SGLang takes the checkpoint's dtype, and float16 for a float32 checkpoint.
     """
-    same = [current == earlier for current, earlier in zip(now, before, strict=False)]
-    if not same or len(now) != len(before):
-        return False
-    return all(same) or (on_every_rank and len(same) <= BLOCKS // 2 and any(same))
+    if dtype == "auto":
+        dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
+        if dtype == "float32":
+            dtype = "float16"
+    return PRECISIONS.get(dtype)
