@@ -1,8 +1,9 @@
-"""Plots as dictionaries for plotly.js: how abs(Δ) is distributed, and which variables it depends on.
+"""Plots for plotly.js: the distribution of abs(Δ), and the variables that it depends on.
 
 Shapes: suffix _N the valid tokens of a table.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ CELLS = 72
 WORST_TOKENS = 25
 """Rows of the table of the worst token ids."""
 MIN_COUNT = 3
-"""Smallest number of tokens of a bin or a token id."""
+"""Tokens that a bin or a token id must have to be shown."""
 VARIABLES: dict[str, tuple[str, str]] = {
     "position": (
         "position in the response, tokens",
@@ -48,7 +49,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         ),
     ),
 }
-"""Label and description of each variable that abs(Δ) is plotted against."""
+"""Variables that abs(Δ) is plotted against, with label and description."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,11 @@ class Plot:
     traces: list[dict[str, Any]]
     layout: dict[str, Any] = field(default_factory=dict)
     wide: bool = False
-    """Whether the plot takes the whole width."""
+    """Whether the plot takes the full width of the page."""
 
 
 def line(x: Any, y: Any, name: str, color: int = 0, **more: Any) -> dict[str, Any]:
-    """A line; `color` is an index into `COLORS`."""
+    """Returns a line; `color` is an index into `COLORS`, modulo its length."""
     style = {"color": COLORS[color % len(COLORS)], "width": 1.6}
     return {
         "type": "scatter",
@@ -81,28 +82,32 @@ def line(x: Any, y: Any, name: str, color: int = 0, **more: Any) -> dict[str, An
 
 
 def axis(title: str, *, log: bool = False) -> dict[str, Any]:
-    """An axis with a title; ticks of a logarithmic axis are complete numbers, 0.02 instead of a small 2."""
-    title_of = {"text": title, "standoff": 8}  # automargin needs a distance from the ticks
-    return {
-        "title": title_of,
-        **({"type": "log", "tickformat": "~g", "nticks": 3} if log else {"type": "linear"}),
-    }
+    """Returns an axis with a title."""
+    # plotly's automargin needs a distance between title and ticks.
+    layout: dict[str, Any] = {"title": {"text": title, "standoff": 8}}
+    if not log:
+        return layout | {"type": "linear"}
+    # By default, plotly labels ticks between powers of ten by their digit: a small 2 for 0.02.
+    return layout | {"type": "log", "tickformat": "~g", "nticks": 3}
 
 
 def plain(values: Any) -> list[Any]:
-    """Numbers for JSON, rounded to five digits; None if not finite."""
-    if isinstance(values, np.ndarray) or (values and isinstance(values[0], float | np.floating)):
-        array = np.asarray(values)
-        if array.dtype.kind == "f":
-            return [
-                float(f"{value:.5g}") if np.isfinite(value) else None for value in array.tolist()
-            ]
-        return list(array.tolist())
-    return [value.item() if isinstance(value, np.generic) else value for value in values]
+    """Returns numbers for JSON: floats rounded to five digits, None if not finite."""
+    numbers: list[Any] = np.asarray(values).tolist()
+    for index, number in enumerate(numbers):
+        if isinstance(number, float):
+            numbers[index] = float(f"{number:.5g}") if math.isfinite(number) else None
+    return numbers
 
 
 def plots(table: TokenTable, color: int = 0, name: str = "") -> list[Plot]:
-    """Plots of the mismatch, in a line color and with a name before each series. Missing columns are skipped."""
+    """Returns the plots of a table's mismatch. Variables without a column are skipped.
+
+    Args:
+        table: The tokens.
+        color: Color of the lines, an index into `COLORS`.
+        name: Name before each series; empty for a single table.
+    """
     valid = table.valid
     if not valid.any():
         return []
@@ -112,24 +117,32 @@ def plots(table: TokenTable, color: int = 0, name: str = "") -> list[Plot]:
         _density(table.policy_log_prob[valid], table.rollout_log_prob[valid]),
         _tail(log_ratio, color, prefix),
     ]
-    columns: dict[str, Array | None] = {
+    size = np.abs(log_ratio)
+    for variable, column in _variables(table).items():
+        drawn += _against(variable, column[valid], size, color, prefix)
+    return drawn
+
+
+def _variables(table: TokenTable) -> dict[str, Array]:
+    """[N] columns by their key in `VARIABLES`, in the order of the plots."""
+    columns: dict[str, Array] = {
         "position": table.position,
         "length": table.response_length[table.sample],
     }
-    columns |= {"turn": table.turn, "worker": None, "age": None, "entropy": table.entropy}
+    if table.turn is not None:
+        columns["turn"] = table.turn
     if table.rollout_worker is not None and len(np.unique(table.rollout_worker)) > 1:
         columns["worker"] = table.rollout_worker
     if table.weight_version is not None and table.step is not None:
         age = table.step[table.sample] - table.weight_version.astype(np.float64)
         columns["age"] = np.where(table.weight_version < 0, np.nan, age)
-    for key, column in columns.items():
-        if column is not None:
-            drawn += _against(key, column[valid], np.abs(log_ratio), color, prefix)
-    return drawn
+    if table.entropy is not None:
+        columns["entropy"] = table.entropy
+    return columns
 
 
 def summary(table: TokenTable) -> dict[str, Any]:
-    """Summary statistics: tokens, mean abs(Δ), k3, quantiles."""
+    """Returns numbers of samples and tokens, k3 and statistics of abs(Δ)."""
     log_ratio = table.log_ratio[table.valid].astype(np.float64)
     trained = int((table.loss_mask > 0).sum())
     numbers = {"samples": len(table), "tokens": table.tokens, "trained_tokens": trained}
@@ -149,7 +162,7 @@ def summary(table: TokenTable) -> dict[str, Any]:
 
 
 def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
-    """Token ids with the largest mean abs(Δ) among ids with at least MIN_COUNT tokens."""
+    """Returns the token ids with the largest mean abs(Δ); each has at least MIN_COUNT tokens."""
     if table.token is None:
         return []
     valid = table.valid
@@ -159,19 +172,20 @@ def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
     largest = np.zeros(len(ids))
     np.maximum.at(largest, index, size)
     order = np.argsort(-np.where(counts >= MIN_COUNT, mean, -1))[:WORST_TOKENS]
-    return [
-        {
+    rows = []
+    for i in order[counts[order] >= MIN_COUNT]:
+        row = {
             "token": int(ids[i]),
             "count": int(counts[i]),
             "mean": float(mean[i]),
             "max": float(largest[i]),
         }
-        for i in order
-        if counts[i] >= MIN_COUNT
-    ]
+        rows.append(row)
+    return rows
 
 
 def _density(train_N: Array, rollout_N: Array) -> Plot:
+    # The rarest tokens are drawn at the edge, so that they do not squeeze all others into a corner.
     low = float(max(np.quantile(np.minimum(train_N, rollout_N), 0.0005), -40.0)) - 1e-3
     edges = np.linspace(low, 0, CELLS + 1)
     counts, _, _ = np.histogram2d(
@@ -180,6 +194,7 @@ def _density(train_N: Array, rollout_N: Array) -> Plot:
     centers = plain((edges[1:] + edges[:-1]) / 2)
     with np.errstate(divide="ignore"):
         log_counts = np.log10(counts)
+    # plotly has no logarithmic color scale: cells hold log10(tokens).
     ticks = list(range(int(log_counts.max()) + 1))
     heatmap = {
         "type": "heatmap",
@@ -200,7 +215,7 @@ def _density(train_N: Array, rollout_N: Array) -> Plot:
         },
         "showlegend": False,
     }
-    diagonal = line([low, 0], [low, 0], "equal", 1, hoverinfo="skip")
+    diagonal = line([low, 0], [low, 0], "equal", 1, hoverinfo="skip", showlegend=False)
     no_grid = {"showgrid": False, "zeroline": False}
     return Plot(
         id="density",
@@ -209,7 +224,7 @@ def _density(train_N: Array, rollout_N: Array) -> Plot:
             "Tokens on the diagonal have equal log-probs in both engines. The color is the number"
             " of tokens."
         ),
-        traces=[heatmap, {**diagonal, "showlegend": False}],
+        traces=[heatmap, diagonal],
         layout={
             "xaxis": axis("log π rollout, nats") | no_grid,
             "yaxis": axis("log π train, nats") | no_grid,
@@ -224,8 +239,10 @@ def _tail(log_ratio_N: Array, color: int, prefix: str) -> Plot:
         low = max(float(size[-1]) * 1e-5, 1e-7)
         x = np.geomspace(low, max(float(size[-1]), low * 2), 80)
         share = 1 - np.searchsorted(size, x, side="left") / len(size)
-        traces.append(line(x[share > 0], share[share > 0], f"{prefix}{label}", color))
-        traces[-1]["line"]["dash"] = dash
+        positive = share > 0
+        trace = line(x[positive], share[positive], f"{prefix}{label}", color)
+        trace["line"]["dash"] = dash
+        traces.append(trace)
     return Plot(
         id="tail",
         title="Tails",
@@ -241,16 +258,19 @@ def _tail(log_ratio_N: Array, color: int, prefix: str) -> Plot:
     )
 
 
-def _against(key: str, value_N: Array, size_N: Array, color: int, prefix: str) -> list[Plot]:
-    """Mean and 99 % quantile of abs(Δ) over bins of a variable; no plot if no bin has enough tokens."""
+def _against(variable: str, value_N: Array, size_N: Array, color: int, prefix: str) -> list[Plot]:
+    """Mean and 99 % quantile of abs(Δ) in bins of a variable; no plot without a full bin."""
     finite = np.isfinite(value_N)
-    value, size = value_N[finite], size_N[finite]
+    value = value_N[finite]
+    size = size_N[finite]
     if not len(value):
         return []
     levels = np.unique(value)
     if len(levels) <= BINS:
-        centers, index = levels.astype(np.float64), np.searchsorted(levels, value)
+        centers = levels.astype(np.float64)
+        index = np.searchsorted(levels, value)
     else:
+        # Quantiles of the distinct values: all bins cover about as many.
         edges = np.unique(np.quantile(levels, np.linspace(0, 1, BINS + 1)))
         index = np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(edges) - 2)
         centers = (edges[1:] + edges[:-1]) / 2
@@ -258,18 +278,25 @@ def _against(key: str, value_N: Array, size_N: Array, color: int, prefix: str) -
     bins = np.flatnonzero(counts >= MIN_COUNT)
     if not len(bins):
         return []
+    # abs(Δ) per bin, in the order of the bins.
     pieces = np.split(size[np.argsort(index, kind="stable")], np.cumsum(counts)[:-1])
     mean = np.array([pieces[i].mean(dtype=np.float64) for i in bins])
     high = np.array([np.quantile(pieces[i], 0.99) for i in bins])
-    more = {
+    hover = {
         "customdata": plain(counts[bins]),
         "hovertemplate": "%{x:.4g}: %{y:.3g} nats<br>%{customdata} tokens",
     }
-    traces = [
-        line(centers[bins], mean, f"{prefix}mean", color, **more) | {"mode": "lines+markers"},
-        line(centers[bins], high, f"{prefix}99% quantile", color, opacity=0.6, **more),
-    ]
-    label, description = VARIABLES[key]
+    mean_line = line(centers[bins], mean, f"{prefix}mean", color, **hover)
+    mean_line["mode"] = "lines+markers"
+    high_line = line(centers[bins], high, f"{prefix}99% quantile", color, opacity=0.6, **hover)
+    label, description = VARIABLES[variable]
     layout = {"xaxis": axis(label), "yaxis": axis("abs(Δ), nats", log=bool((mean > 0).all()))}
-    title = f"abs(Δ) by {label.split(',')[0]}"
-    return [Plot(id=f"by-{key}", title=title, says=description, traces=traces, layout=layout)]
+    return [
+        Plot(
+            id=f"by-{variable}",
+            title=f"abs(Δ) by {label.split(',')[0]}",
+            says=description,
+            traces=[mean_line, high_line],
+            layout=layout,
+        )
+    ]

@@ -1,4 +1,4 @@
-"""The overview of runs from their metrics.jsonl: plots of runs and of groups of seeds, and health warnings."""
+"""The overview of runs: plots of metrics, also over several seeds, and health warnings."""
 
 import html
 import statistics
@@ -15,23 +15,31 @@ from slime_tis.health import METRIC_PREFIXES, STEP_RULES, Rows, evaluate
 Points = tuple[list[int], list[float], list[float], list[float]]
 """Steps, and the median, lowest and highest value over the runs of a group."""
 PER_RUN_OPTIONS = (
-    *("seed", "rollout_seed", "output_dir", "save", "load", "save_hf", "wandb_dir", "wandb_group"),
-    *(
-        "dump_details",
-        "save_debug_rollout_data",
-        "save_debug_train_data",
-        "sglang_log_dir",
-        "sglang_weight_dir",
-    ),
+    "seed",
+    "rollout_seed",
+    "output_dir",
+    "save",
+    "load",
+    "save_hf",
+    "wandb_dir",
+    "wandb_group",
+    "dump_details",
+    "save_debug_rollout_data",
+    "save_debug_train_data",
+    "sglang_log_dir",
+    "sglang_weight_dir",
     "tb_experiment_name",
 )
-"""Options that differ between runs of one configuration."""
+"""Options that may differ between runs of one group."""
 DASHES = ("solid", "dash", "dot", "dashdot")
+"""Line styles of the metrics of one panel."""
 MAX_POINTS = 2_000
-"""Points of a line. A longer line keeps the smallest and the largest point of each of MAX_POINTS/2
-stretches."""
+"""Points of a line. A longer line is split into MAX_POINTS/2 stretches; each keeps its smallest and
+its largest point."""
+MAX_POINTS_WITH_MARKERS = 39
+"""Points of a line that is drawn with a marker at each point."""
 MAX_WARNINGS = 200
-"""Listed warnings of a run, the earliest ones."""
+"""Warnings of a run that the page lists, the earliest ones."""
 LOG_PANELS = ("mismatch",)
 """Panels with a logarithmic axis."""
 PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
@@ -105,48 +113,61 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
         {"train/entropy_loss": "entropy"},
     ),
 )
-"""Panels: id, title, description, metrics with labels. A * stands for any of METRIC_PREFIXES, and a
-name that ends in / for all metrics directly below it."""
+"""Panels: id, title, description, and metrics with labels. A * stands for any of
+METRIC_PREFIXES. A name that ends in / means all metrics directly below it."""
 
 
 class Group(NamedTuple):
-    """Runs that differ only in `PER_RUN_OPTIONS`; the name of several has the options that differ between groups."""
+    """Runs that differ only in `PER_RUN_OPTIONS`.
+
+    The name of a single run is the run's name. The name of several runs lists the options that differ
+    between groups.
+    """
 
     name: str
     sources: list[Source]
 
 
 def configuration(source: Source) -> dict[str, Any]:
-    """The options of a run, without `PER_RUN_OPTIONS`."""
-    return {
-        str(name): value for name, value in source.options.items() if name not in PER_RUN_OPTIONS
-    }
+    """Returns the options of a run, without `PER_RUN_OPTIONS`."""
+    options = {}
+    for name, value in source.options.items():
+        if name not in PER_RUN_OPTIONS:
+            options[str(name)] = value  # YAML keys may be numbers
+    return options
 
 
 def group_runs(sources: Sequence[Source]) -> list[Group]:
-    """Groups sources by their configuration, in order. A source without a configuration forms a separate group."""
+    """Groups sources by their configuration, in order.
+
+    A source without a configuration forms a separate group.
+    """
     groups: dict[str, tuple[dict[str, Any], list[Source]]] = {}
     for index, source in enumerate(sources):
         options = configuration(source)
+        # Values of a YAML file may be lists, so the options themselves cannot be a key.
         key = str(sorted(map(repr, options.items())) or index)
         groups.setdefault(key, (options, []))[1].append(source)
+
     configs = [options for options, _ in groups.values()]
-    differing = {
-        name
-        for each in configs
-        for name in each
-        if any(each[name] != other.get(name) for other in configs)
-    }
+    differing = set()
+    for options in configs:
+        for name, value in options.items():
+            if any(value != other.get(name) for other in configs):
+                differing.add(name)
+
     named = []
     for options, members in groups.values():
-        text = ", ".join(f"{name}={value}" for name, value in options.items() if name in differing)
-        several = f"{one_line(text or members[0].name, 60)} ({len(members)} runs)"
-        named.append(Group(members[0].name if len(members) == 1 else several, members))
+        name = members[0].name
+        if len(members) > 1:
+            text = ", ".join(f"{key}={options[key]}" for key in options if key in differing)
+            name = f"{one_line(text or name, 60)} ({len(members)} runs)"
+        named.append(Group(name, members))
     return named
 
 
 def spread(curves: Sequence[Mapping[int, float]]) -> Points:
-    """Steps that all curves have, and at each step the median, the lowest and the highest value."""
+    """Returns the common steps, and the median, lowest and highest value at each step."""
     steps = sorted(set.intersection(*map(set, curves)))
     columns = [[curve[step] for curve in curves] for step in steps]
     return (
@@ -158,133 +179,188 @@ def spread(curves: Sequence[Mapping[int, float]]) -> Points:
 
 
 def plots(groups: Sequence[Group]) -> list[Plot]:
-    """One plot for each panel with logged metrics.
+    """Returns one plot for each panel with logged metrics.
 
     A single group has one color per metric. Several groups have one color each, and one line style
-    per metric. The line of a group is the median of its runs, and a band shows their range.
+    per metric. A group's line is the median over its runs, and a band shows their range.
     """
     drawn = []
-    for key, title, says, names in PANELS:
-        traces = []
-        labels: dict[str, int] = {}
-        for index, group in enumerate(groups):
-            curves = [
-                _curves(source.metrics, names, positive=key in LOG_PANELS)
-                for source in group.sources
-            ]
-            for label in dict.fromkeys(label for curve in curves for label in curve):
-                rank = labels.setdefault(label, len(labels))
-                points = spread([curve[label] for curve in curves if label in curve])
-                if not points[0]:
-                    continue
-                name = (
-                    html.escape(f"{group.name}: {label}") if len(groups) > 1 else html.escape(label)
-                )
-                color, dash = (
-                    (index, DASHES[rank % len(DASHES)]) if len(groups) > 1 else (rank, "solid")
-                )
-                traces += _median_and_range(
-                    _thinned(points), name, color, dash, with_range=len(curves) > 1
-                )
+    for key, title, description, names in PANELS:
+        traces = _panel_traces(groups, names, is_log=key in LOG_PANELS)
         if not traces:
             continue
         layout: dict[str, Any] = {"xaxis": axis("step"), "yaxis": axis("", log=key in LOG_PANELS)}
-        if len(groups) == len(groups[0].sources) == 1:
-            starts = sorted({warning["step"] for warning in warnings(groups[0].sources[0].metrics)})
-            vertical = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "opacity": 0.7}
-            vertical["line"] = {"color": COLORS[1], "width": 1, "dash": "dot"}
-            layout["shapes"] = [{**vertical, "x0": step, "x1": step} for step in starts]
-        drawn.append(Plot(id=f"run-{key}", title=title, says=says, traces=traces, layout=layout))
+        if len(groups) == 1 and len(groups[0].sources) == 1:
+            layout["shapes"] = _warning_lines(groups[0].sources[0].metrics)
+        drawn.append(
+            Plot(id=f"run-{key}", title=title, says=description, traces=traces, layout=layout)
+        )
     return drawn
 
 
+def _panel_traces(
+    groups: Sequence[Group], names: Mapping[str, str], *, is_log: bool
+) -> list[dict[str, Any]]:
+    """The lines of all groups in one panel.
+
+    Args:
+        groups: Groups of runs.
+        names: The panel's metrics with their labels.
+        is_log: Whether the vertical axis is logarithmic.
+    """
+    traces = []
+    ranks: dict[str, int] = {}  # a label has the same style in all groups
+    for index, group in enumerate(groups):
+        curves_of_label: dict[str, list[dict[int, float]]] = {}
+        for source in group.sources:
+            for label, curve in _curves(source.metrics, names, positive=is_log).items():
+                curves_of_label.setdefault(label, []).append(curve)
+        for label, curves in curves_of_label.items():
+            rank = ranks.setdefault(label, len(ranks))
+            points = spread(curves)
+            if not points[0]:  # the runs have no common step
+                continue
+            name = label
+            color = rank
+            dash = "solid"
+            if len(groups) > 1:
+                name = f"{group.name}: {label}"
+                color = index
+                dash = DASHES[rank % len(DASHES)]
+            traces += _median_and_range(
+                _thinned(points),
+                name=html.escape(name),
+                color=color,
+                dash=dash,
+                with_range=len(group.sources) > 1,
+            )
+    return traces
+
+
+def _warning_lines(rows: Rows) -> list[dict[str, Any]]:
+    """A vertical line at each step at which a health warning starts."""
+    shapes = []
+    for step in sorted({warning["step"] for warning in warnings(rows)}):
+        shapes.append(
+            {
+                "type": "line",
+                "y0": 0,
+                "y1": 1,
+                "yref": "paper",
+                "opacity": 0.7,
+                "line": {"color": COLORS[1], "width": 1, "dash": "dot"},
+                "x0": step,
+                "x1": step,
+            }
+        )
+    return shapes
+
+
 def _median_and_range(
-    points: Points, name: str, color: int, dash: str, *, with_range: bool
+    points: Points, *, name: str, color: int, dash: str, with_range: bool
 ) -> list[dict[str, Any]]:
     steps, median, low, high = points
-    traces = [line(steps, median, name, color)]
-    traces[0]["line"]["dash"] = dash
-    if len(steps) < 40:
-        traces[0]["mode"] = "lines+markers"
+    middle = line(steps, median, name, color)
+    middle["line"]["dash"] = dash
+    if len(steps) <= MAX_POINTS_WITH_MARKERS:
+        middle["mode"] = "lines+markers"
     if not with_range:
-        return traces
+        return [middle]
     edge = {"mode": "lines", "showlegend": False, "hoverinfo": "skip"}
-    lowest, highest = (line(steps, values, name, color, **edge) for values in (low, high))
-    lowest["line"]["width"] = highest["line"]["width"] = 0
-    return [
-        lowest,
-        {**highest, "fill": "tonexty", "fillcolor": COLORS[color % len(COLORS)] + "26"},
-        *traces,
-    ]
+    lowest = line(steps, low, name, color, **edge)
+    lowest["line"]["width"] = 0
+    highest = line(steps, high, name, color, **edge)
+    highest["line"]["width"] = 0
+    # plotly fills down to the trace before, so `lowest` must come first. 26 is an opacity of 15 %.
+    highest["fill"] = "tonexty"
+    highest["fillcolor"] = COLORS[color % len(COLORS)] + "26"
+    return [lowest, highest, middle]
 
 
 def warnings(rows: Rows) -> list[dict[str, Any]]:
-    """The first health warnings of a run: name, first and last step, and message."""
+    """Returns the first MAX_WARNINGS health warnings of a run.
+
+    A warning has a name, its first and last step, and a message. Consecutive rows with the same
+    warning count as one.
+    """
     listed: list[dict[str, Any]] = []
-    latest: dict[str, dict[str, Any]] = {}
+    current: dict[str, dict[str, Any]] = {}
     for row in rows:
-        for name in (name for name in row if name.startswith("health/")):
+        for name in row:
+            if not name.startswith("health/"):
+                continue
             rule = name.removeprefix("health/")
             if not row[name]:
-                latest.pop(rule, None)
-            elif rule in latest:
-                latest[rule]["last"] = row["step"]
+                current.pop(rule, None)
+            elif rule in current:
+                current[rule]["last"] = row["step"]
             elif len(listed) < MAX_WARNINGS:
-                finding = evaluate(
-                    STEP_RULES, {key: row[key] for key in row if row[key] is not None}
-                ).get(rule)
-                latest[rule] = {
+                values = {key: row[key] for key in row if row[key] is not None}
+                finding = evaluate(STEP_RULES, values).get(rule)
+                current[rule] = {
                     "name": rule,
                     "step": row["step"],
                     "last": row["step"],
                     "message": str(finding or ""),
                 }
-                listed.append(latest[rule])
+                listed.append(current[rule])
     return listed
 
 
 def last_values(rows: Rows) -> dict[str, float]:
-    """The last value of each metric of the panels."""
-    curves = (_curves(rows, names, positive=key in LOG_PANELS) for key, _, _, names in PANELS)
-    return {label: curve[max(curve)] for panel in curves for label, curve in panel.items()}
+    """Returns the last values of the panels' metrics, by label."""
+    values = {}
+    for key, _, _, names in PANELS:
+        for label, curve in _curves(rows, names, positive=key in LOG_PANELS).items():
+            values[label] = curve[max(curve)]
+    return values
 
 
 def _thinned(points: Points) -> Points:
-    """At most MAX_POINTS points, with the smallest and the largest median of each stretch of steps."""
-    median = np.array(points[1])
-    if len(median) <= MAX_POINTS:
+    """At most MAX_POINTS points: each stretch of steps keeps its smallest and largest median."""
+    steps, median, low, high = points
+    if len(steps) <= MAX_POINTS:
         return points
-    stretches = np.array_split(np.arange(len(median)), MAX_POINTS // 2)
-    kept = {
-        int(index)
-        for part in stretches
-        for index in (part[median[part].argmin()], part[median[part].argmax()])
-    }
+    median_values = np.array(median)
+    kept: set[int] = set()
+    for stretch in np.array_split(np.arange(len(steps)), MAX_POINTS // 2):
+        values = median_values[stretch]
+        kept.add(int(stretch[values.argmin()]))
+        kept.add(int(stretch[values.argmax()]))
     order = sorted(kept)
-    low, middle, high = (
-        [column[index] for index in order] for column in (points[2], points[1], points[3])
+    return (
+        [steps[index] for index in order],
+        [median[index] for index in order],
+        [low[index] for index in order],
+        [high[index] for index in order],
     )
-    return [points[0][index] for index in order], middle, low, high
 
 
 def _curves(rows: Rows, names: Mapping[str, str], *, positive: bool) -> dict[str, dict[int, float]]:
-    """Label → step → value of the logged metrics; a logarithmic panel takes positive values only."""
-    curves: dict[str, dict[int, float]] = {}
+    """Label → step → value of the logged metrics; with `positive`, only values above 0."""
+    curves = {}
+    for label, keys in _keys_by_label(rows, names).items():
+        curve = {}
+        for row in rows:
+            # Later keys replace earlier ones; a run logs under one prefix only.
+            for key in keys:
+                if row.get(key) is not None:
+                    curve[row["step"]] = float(row[key])
+        if positive:
+            curve = {step: value for step, value in curve.items() if value > 0}
+        if curve:
+            curves[label] = curve
+    return curves
+
+
+def _keys_by_label(rows: Rows, names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Label → keys in the rows; `PANELS` explains * and / in the names."""
+    keys_of_label: dict[str, list[str]] = {}
     for name, label in names.items():
-        keys_of = {label: tuple(name.replace("*", prefix) for prefix in METRIC_PREFIXES)}
-        if name.endswith("/"):
-            below = sorted(
-                {key for row in rows for key in row if key.startswith(name) and key.count("/") == 1}
-            )
-            keys_of = {f"{label} {key.removeprefix(name)}": (key,) for key in below}
-        for text, keys in keys_of.items():
-            values = {
-                row["step"]: float(row[key])
-                for row in rows
-                for key in keys
-                if row.get(key) is not None
-            }
-            curves[text] = {
-                step: value for step, value in values.items() if value > 0 or not positive
-            }
-    return {label: values for label, values in curves.items() if values}
+        if not name.endswith("/"):
+            keys_of_label[label] = [name.replace("*", prefix) for prefix in METRIC_PREFIXES]
+            continue
+        for key in sorted(set().union(*rows)):
+            if key.startswith(name) and key.count("/") == 1:
+                keys_of_label[f"{label} {key.removeprefix(name)}"] = [key]
+    return keys_of_label

@@ -1,4 +1,4 @@
-"""The page of a report: its data, and the HTML file that shows them."""
+"""The page of a report: its data as JSON values, and its HTML file."""
 
 import base64
 import html
@@ -25,9 +25,9 @@ from slime_tis.analysis.report.report_inputs import Source
 from slime_tis.errors import quoted_path
 
 MARK = '<meta name="generator" content="slime-tis report">'
-"""Marks a page of this program. A new report replaces only pages with this mark."""
+"""First tag of a report. A new report only overwrites pages with this tag."""
 MARK_WITHIN = 400
-"""The mark lies within this number of bytes from the start of the page."""
+"""Bytes at the start of a page that are searched for MARK."""
 FACTS = {
     "trained_tokens": ("trained tokens", "{:,}"),
     "samples": ("samples", "{:,}"),
@@ -37,7 +37,7 @@ FACTS = {
     "k3": ("k3, nats per token", "{:.3g}"),
     "tokens_without_log_prob": ("without a log-prob", "{:,}"),
 }
-"""Label and format of the numbers above the plots of the mismatch."""
+"""Numbers above the mismatch plots: label and format."""
 COLUMNS = {
     "name": ("correction", None),
     "kept": ("kept", "share of trained tokens that the correction keeps"),
@@ -55,7 +55,7 @@ COLUMNS = {
     ),
     "flags": ("flags", None),
 }
-"""Title and meaning of the columns of the table in the page; those without a meaning are text."""
+"""Columns of the what-if table: title and tooltip. Those without a tooltip are text."""
 PICTURES = {
     "position_drift": "by-position",
     "other_prompt": "by-position",
@@ -65,16 +65,16 @@ PICTURES = {
     "rounding": "by-entropy",
     "weights_not_updated": "run-mismatch",
 }
-"""The plot that shows a cause; the density shows the others."""
+"""Id of the plot that shows a cause. The density plot shows all other causes."""
 ORDER = (
     "Rows are ordered by cosine, the closest to the exact gradient first. This order is no"
     " recommendation: the tokens of a dump cannot show which correction prevents a later collapse."
     " A report on one run has the recommended correction in its first section."
 )
 BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
-"""Corrections that are applied to each step separately."""
+"""Corrections that need statistics of a complete batch, so they run on one step at a time."""
 MIN_PLOTTED = 1e-4
-"""Smaller biases and losses are drawn at this value, because both axes are logarithmic."""
+"""Smallest plotted bias and loss. Both axes are logarithmic, so 0 cannot be drawn."""
 
 
 def page_data(
@@ -83,79 +83,101 @@ def page_data(
     *,
     with_samples: bool = True,
 ) -> dict[str, Any]:
-    """All data of the page as JSON values, except `samples`, which `page_samples.packed` converts."""
+    """Returns the data of the page.
+
+    All entries are JSON values, except the arrays in `samples`: `page_samples.packed` converts them.
+
+    Args:
+        sources: Runs or dumps. Tables of samples and corrections show the first one.
+        decode: Function from token ids to texts. Without it, the page shows no token texts.
+        with_samples: Whether the page shows samples.
+    """
     first = sources[0]
-    what_if_data = _what_if(first.table)
-    shown = (
-        None
-        if first.table is None or not with_samples
-        else page_samples.chosen_samples(first.table)
-    )
-    worst = [] if first.table is None else mismatch_plots.worst_tokens(first.table)
-    texts = [""] * len(worst) if decode is None else decode([row["token"] for row in worst])
-    omitted = ""
-    if first.table is not None and shown is not None and len(shown) < len(first.table):
-        omitted = (
-            f"The page has {len(shown):,} of {len(first.table):,} samples: the worst, and random"
-            " others."
-        )
-    has_metrics = any(source.metrics for source in sources)
     results = [diagnose(source.table, source.metrics) for source in sources]
-    diagnoses = [
-        _diagnosis(source, result) for source, result in zip(sources, results, strict=True)
-    ]
+    diagnoses = []
+    for source, result in zip(sources, results, strict=True):
+        diagnoses.append(_diagnosis(source, result))
+    run_plots = [asdict(plot) for plot in overview.plots(overview.group_runs(sources))]
+    mismatch = [asdict(plot) for plot in _mismatch_plots(sources)]
+    verdict = None
     advice = None
-    if len(sources) == 1 and first.table is not None and first.table.valid.any():
-        advice = recommendation(measured(first.table, results[0]), study())
-    drawn = [
-        asdict(plot) for plot in (*overview.plots(overview.group_runs(sources)), *_shapes(sources))
-    ]
+    if len(sources) == 1:
+        verdict = _verdict(diagnoses[0]["findings"], [*run_plots, *mismatch])
+        if first.table is not None and first.table.valid.any():
+            advice = recommendation(measured(first.table, results[0]), study())
+
+    samples = None
+    omitted = ""
+    if first.table is not None and with_samples:
+        shown = page_samples.chosen_samples(first.table)
+        samples = page_samples.payload(shown, decode)
+        if len(shown) < len(first.table):
+            omitted = (
+                f"The page has {len(shown):,} of {len(first.table):,} samples: the worst, and"
+                " random others."
+            )
+    what_if_data = _what_if(first.table)
+    metrics_note = "A dump has no metrics. Give the run directory to see them."
+    if any(source.metrics for source in sources):
+        metrics_note = ""
     return {
-        "title": (
-            f"{len(sources)} runs"
-            if len(sources) > 2
-            else " and ".join(source.name for source in sources)
-        ),
+        "title": _title(sources),
         "subtitle": [_subtitle(source) for source in sources],
-        "verdict": _verdict(diagnoses[0]["findings"], drawn) if len(sources) == 1 else None,
+        "verdict": verdict,
         "diagnoses": diagnoses,
         "recommendation": advice,
-        "overview": [plot for plot in drawn if plot["id"].startswith("run-")],
-        "warnings": [
-            {
-                **warning,
-                "name": (
-                    warning["name"] if len(sources) == 1 else f"{source.name}: {warning['name']}"
-                ),
-            }
-            for source in sources
-            for warning in overview.warnings(source.metrics)
-        ],
-        "shape": [plot for plot in drawn if not plot["id"].startswith("run-")],
+        "overview": run_plots,
+        "warnings": _warnings(sources),
+        "shape": mismatch,
         "facts": [{"name": source.name, "facts": _facts(source.table)} for source in sources],
-        "worst": [{**row, "text": text} for row, text in zip(worst, texts, strict=True)],
-        "samples": None if shown is None else page_samples.payload(shown, decode),
+        "worst": _worst_tokens(first.table, decode),
+        "samples": samples,
         "what_if": what_if_data,
         "notes": {
-            "overview": (
-                "" if has_metrics else "A dump has no metrics. Give the run directory to see them."
-            ),
-            "shape": (
-                " ".join(
-                    dict.fromkeys(_sampled(source) or source.note for source in sources)
-                ).strip()
-            ),
+            "overview": metrics_note,
+            "shape": _mismatch_note(sources),
             "samples": first.note or omitted,
             "what_if": first.note or what_if_data["note"],
         },
     }
 
 
+def _title(sources: Sequence[Source]) -> str:
+    if len(sources) > 2:
+        return f"{len(sources)} runs"
+    return " and ".join(source.name for source in sources)
+
+
+def _warnings(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Health warnings of all runs; the names of several runs precede their warnings."""
+    listed = []
+    for source in sources:
+        for warning in overview.warnings(source.metrics):
+            if len(sources) > 1:
+                warning["name"] = f"{source.name}: {warning['name']}"
+            listed.append(warning)
+    return listed
+
+
+def _worst_tokens(
+    table: TokenTable | None, decode: page_samples.Decode | None
+) -> list[dict[str, Any]]:
+    if table is None:
+        return []
+    rows = mismatch_plots.worst_tokens(table)
+    texts = [""] * len(rows)
+    if decode is not None:
+        texts = decode([row["token"] for row in rows])
+    for row, text in zip(rows, texts, strict=True):
+        row["text"] = text
+    return rows
+
+
 def _diagnosis(source: Source, result: Diagnosis) -> dict[str, Any]:
     """The findings of a source, each with its confidence and share in words."""
     data = {"name": source.name, **result.as_json()}
-    for shown, finding in zip(data["findings"], result.findings, strict=True):
-        shown["certainty"] = certainty(finding, has_tokens=result.tokens > 0)
+    for row, finding in zip(data["findings"], result.findings, strict=True):
+        row["certainty"] = certainty(finding, has_tokens=result.tokens > 0)
     data["note"] = OVERLAP if result.overlaps else ""
     return data
 
@@ -171,69 +193,79 @@ def _verdict(findings: Sequence[dict[str, Any]], plots: Sequence[dict[str, Any]]
     elif finding["cause"] == "broken_metrics":
         sentence = "Metrics of the mismatch are not finite or impossible."
     elif finding["cause"] == "unexplained":
-        candidates = ", ".join(dict.fromkeys(other["title"] for other in others))
-        sentence = (
-            f"The tokens do not show the cause{candidates and f'; candidates: {candidates}'}."
-        )
+        sentence = "The tokens do not show the cause."
+        candidates = list(dict.fromkeys(other["title"] for other in others))
+        if candidates:
+            sentence = f"The tokens do not show the cause; candidates: {', '.join(candidates)}."
     by_id = {plot["id"]: plot for plot in plots}
-    picture = by_id.get(PICTURES.get(finding["cause"], "density")) or by_id.get("density")
-    return {"sentence": sentence, "plot": picture and {**picture, "id": "verdict"}}
+    name = PICTURES.get(finding["cause"], "density")
+    plot = by_id.get(name, by_id.get("density"))
+    if plot is not None:
+        # The same plot appears again in its section, and ids in a page must differ.
+        plot = {**plot, "id": "verdict"}
+    return {"sentence": sentence, "plot": plot}
 
 
 def _what_if(table: TokenTable | None) -> dict[str, Any]:
-    """Rows, columns, plots and a note of the section; empty without tokens."""
-    columns = [
-        {"key": key, "title": title, "text": says is None, "says": says}
-        for key, (title, says) in COLUMNS.items()
-    ]
-    empty: dict[str, Any] = {"rows": [], "columns": columns, "plots": [], "note": ""}
+    """Rows, columns, plots and note of the what-if section; no rows without tokens."""
+    columns = []
+    for key, (title, meaning) in COLUMNS.items():
+        columns.append({"key": key, "title": title, "text": meaning is None, "says": meaning})
+    section: dict[str, Any] = {"rows": [], "columns": columns, "plots": [], "note": ""}
     if table is None or not table.valid.any():
-        return empty
+        return section
     try:
         results = by_cosine(what_if(table))
     except ValueError as error:
-        return {**empty, "note": str(error)}
-    rows = [{key: getattr(result, key) for key in COLUMNS} for result in results]
-    plots = [asdict(plot) for plot in _pareto(results)]
-    notes = [ORDER if plots else "The dump has no advantages, so gradients cannot be compared."]
+        section["note"] = str(error)
+        return section
+    for result in results:
+        section["rows"].append({key: getattr(result, key) for key in COLUMNS})
+    section["plots"] = [asdict(plot) for plot in _pareto(results)]
+    notes = [ORDER]
+    if not section["plots"]:
+        notes = ["The dump has no advantages, so gradients cannot be compared."]
     if table.tokens > MAX_TOKENS:
         notes.append(
             f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens."
         )
-    used = max(result.steps or 0 for result in results)
+    used_steps = max(result.steps or 0 for result in results)
     steps = 1 if table.step is None else len(np.unique(table.step))
-    if used < steps:
+    if used_steps < steps:
         notes.append(
-            f"Whole-batch corrections ({BATCHWISE}) were computed on {used} of {steps:,} steps."
+            f"Whole-batch corrections ({BATCHWISE}) were computed on {used_steps} of {steps:,}"
+            " steps."
         )
-    return {**empty, "rows": rows, "plots": plots, "note": " ".join(notes)}
+    section["note"] = " ".join(notes)
+    return section
 
 
 def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
-    """Bias, 1 − cosine, against variance, the lost share of the effective sample."""
-    points = [
-        (index, 1 - result.cosine, 1 - result.kept * result.ess)
-        for index, result in enumerate(results)
-        if result.cosine is not None
-    ]
+    """Bias, 1 − cosine, against variance, the lost share of the effective sample.
+
+    No plot if no correction has a cosine.
+    """
+    rows: list[int] = []
+    points: list[tuple[float, float]] = []
+    for row, result in enumerate(results):
+        if result.cosine is not None:
+            rows.append(row)
+            points.append((1 - result.cosine, 1 - result.kept * result.ess))
     if not points:
         return []
-    best = _front([(bias, loss) for _, bias, loss in points])
+    labels = []
+    for row, (bias, loss) in zip(rows, points, strict=True):
+        # Rounding may give a cosine slightly above 1.
+        labels.append(f"{results[row].name}<br>bias {max(bias, 0.0):.3g}, lost sample {loss:.3g}")
+    colors = [COLORS[1] if is_best else COLORS[0] for is_best in _front(points)]
     trace = {
         "type": "scatter",
         "mode": "markers",
-        "x": plain([max(loss, MIN_PLOTTED) for _, _, loss in points]),
-        "y": plain([max(bias, MIN_PLOTTED) for _, bias, _ in points]),
-        "text": [
-            f"{results[index].name}<br>bias {max(bias, 0.0):.3g}, lost sample {loss:.3g}"
-            for index, bias, loss in points
-        ],
-        "customdata": [index for index, _, _ in points],
-        "marker": {
-            "size": 9,
-            "color": [COLORS[1] if good else COLORS[0] for good in best],
-            "opacity": 0.8,
-        },
+        "x": plain([max(loss, MIN_PLOTTED) for _, loss in points]),
+        "y": plain([max(bias, MIN_PLOTTED) for bias, _ in points]),
+        "text": labels,
+        "customdata": rows,
+        "marker": {"size": 9, "color": colors, "opacity": 0.8},
         "hovertemplate": "%{text}<extra></extra>",
         "showlegend": False,
     }
@@ -259,29 +291,39 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Whether no other point is at least as good in both and better in one."""
-    return [not any(a <= x and b <= y and (a < x or b < y) for a, b in points) for x, y in points]
+    """Whether no other point is at least as good in both values and better in one."""
+    is_best = []
+    for x, y in points:
+        is_best.append(not any(a <= x and b <= y and (a < x or b < y) for a, b in points))
+    return is_best
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page as self-contained HTML."""
-    shown = data["samples"]
+    """Returns the page as self-contained HTML."""
+    samples = data["samples"]
+    tokens = ""
+    if samples is not None:
+        tokens = _deflated(page_samples.packed(_finite(samples)))
     files = resources("slime_tis.analysis.report")
     parts = {
         "STYLE": (files / "page.css").read_text("utf-8"),
         "DATA": _json({name: value for name, value in data.items() if name != "samples"}),
         "SCRIPT": (files / "page.js").read_text("utf-8"),
-        "TOKENS": "" if shown is None else _deflated(page_samples.packed(_finite(shown))),
+        "TOKENS": tokens,
         "SAMPLES": (files / "samples.js").read_text("utf-8"),
         "PLOTLY": _deflated(get_plotlyjs().encode()),
         "PLOTS": (files / "plots.js").read_text("utf-8"),
     }
-    pieces = re.split(r"/\*([A-Z]+)\*/", (files / "page.html").read_text("utf-8"))
-    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+    template = (files / "page.html").read_text("utf-8")
+    return re.sub(r"/\*([A-Z]+)\*/", lambda mark: parts[mark[1]], template)
 
 
 def check_output(out: Path) -> None:
-    """Checks that the path is free or a report."""
+    """Checks that the path is free or holds a report.
+
+    Raises:
+        ValueError: the path is another file or a directory, or its directory does not exist.
+    """
     if out.is_symlink() or out.exists():
         if not out.is_file():
             raise ValueError(f"--out {quoted_path(out)} is not a file; give a file name.")
@@ -299,7 +341,7 @@ def check_output(out: Path) -> None:
 
 
 def _deflated(content: bytes) -> str:
-    """Base64 of zlib data, which page.js inflates."""
+    """Compresses data with zlib and encodes it as base64; page.js inflates it."""
     return base64.b64encode(zlib.compress(content)).decode()
 
 
@@ -314,47 +356,67 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
-def _shapes(sources: Sequence[Source]) -> list[Plot]:
-    """Plots of the first table, with the lines of the other tables added; without plots of single points."""
-    tables = [
-        (html.escape(source.name), source.table) for source in sources if source.table is not None
-    ]
+def _mismatch_plots(sources: Sequence[Source]) -> list[Plot]:
+    """Mismatch plots; each has the lines of all tables.
+
+    A plot of a single point is left out.
+    """
+    tables = [source for source in sources if source.table is not None]
     drawn: dict[str, Plot] = {}
-    for index, (name, table) in enumerate(tables):
-        for plot in mismatch_plots.plots(table, index, name if len(tables) > 1 else ""):
+    for color, source in enumerate(tables):
+        assert source.table is not None
+        prefix = html.escape(source.name) if len(tables) > 1 else ""
+        for plot in mismatch_plots.plots(source.table, color, prefix):
             if plot.id not in drawn:
                 drawn[plot.id] = plot
-            elif plot.id != "density":
+            elif plot.id != "density":  # two heatmaps would cover each other
                 drawn[plot.id].traces.extend(plot.traces)
     return [plot for plot in drawn.values() if any(len(trace["x"]) > 1 for trace in plot.traces)]
 
 
+def _mismatch_note(sources: Sequence[Source]) -> str:
+    """For each source, whether its tokens are a random part, or else which data are missing."""
+    notes: list[str] = []
+    for source in sources:
+        note = source.note
+        size = None if source.table is None else source.table.metadata.get("sampled")
+        if size:
+            note = f"Computed on a random part of the dump's {size['samples']:,} samples."
+        if note and note not in notes:
+            notes.append(note)
+    return " ".join(notes)
+
+
 def _facts(table: TokenTable | None) -> list[dict[str, str]]:
-    numbers = {} if table is None else mismatch_plots.summary(table)
-    shown = [
-        key
-        for key in FACTS
-        if key in numbers and (numbers[key] or key != "tokens_without_log_prob")
-    ]
-    return [{"name": FACTS[key][0], "value": FACTS[key][1].format(numbers[key])} for key in shown]
+    if table is None:
+        return []
+    numbers = mismatch_plots.summary(table)
+    facts = []
+    for key, (label, number_format) in FACTS.items():
+        if key not in numbers:  # no valid token
+            continue
+        if key == "tokens_without_log_prob" and not numbers[key]:
+            continue
+        facts.append({"name": label, "value": number_format.format(numbers[key])})
+    return facts
 
 
 def _subtitle(source: Source) -> str:
-    """Path, optimizer steps (rows that are not only an evaluation) and tokens."""
-    steps = 0
-    for row in source.metrics:
-        names = [name for name in row if name != "step"]
-        is_evaluation = bool(names) and all(name.startswith("eval/") for name in names)
-        steps += not is_evaluation
-    parts = [f"{steps:,} steps"] if source.metrics else []
+    """Path, number of optimizer steps and number of tokens."""
+    parts = []
+    if source.metrics:
+        steps = 0
+        for row in source.metrics:
+            names = [name for name in row if name != "step"]
+            is_evaluation = bool(names) and all(name.startswith("eval/") for name in names)
+            if not is_evaluation:
+                steps += 1
+        parts.append(f"{steps:,} steps")
     if source.table is not None:
         parts.append(f"{source.table.tokens:,} tokens of {len(source.table):,} samples")
     return f"{source.path}: {', '.join(parts) or 'empty'}"
-
-
-def _sampled(source: Source) -> str:
-    size = None if source.table is None else source.table.metadata.get("sampled")
-    return f"Computed on a random part of the dump's {size['samples']:,} samples." if size else ""

@@ -1,4 +1,7 @@
-"""The samples of the page, worst first: token columns as bytes, text as JSON. The page shows text by `textContent`."""
+"""The samples in the page, the worst first: token columns as bytes, texts as JSON.
+
+Texts may be hostile. samples.js shows them with `textContent`, never as HTML.
+"""
 
 import json
 import struct
@@ -17,20 +20,43 @@ MAX_TOKENS = 100_000
 MAX_SAMPLES = 5_000
 """Samples in the page."""
 MAX_PROMPT = 4_000
-"""Characters of a prompt in the page, or tokens if it has no text; its end is kept."""
+"""Characters of a prompt in the page, or tokens of a prompt without text. The end is kept."""
 MAX_TEXT = 20_000
-"""Characters of a response's text in the page; its start is kept."""
+"""Characters of a response in the page. The start is kept."""
 MAX_CHARACTERS = 4_000_000
-"""Characters of all prompts in the page, and of all texts, divided equally among samples."""
+"""Characters of all prompts, and of all responses, divided equally among the samples."""
 MAX_EXPERTS = 1_000_000
-"""Expert numbers in the page; of more, only the first sparse layers."""
+"""Expert numbers in the page. If there are more, only the first sparse layers are shown."""
+
+OPTIONAL_COLUMNS = (
+    "weight",
+    "bounded_weight",
+    "advantage",
+    "entropy",
+    "weight_version",
+    "turn",
+    "rejected",
+    "vetoed",
+)
+"""Token columns that the page shows if the dump has them."""
 
 Decode = Callable[[Sequence[int]], list[str]]
+"""A function from token ids to their texts."""
 
 
 def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
-    """A function from token ids to their texts, decoded one by one; None without a tokenizer."""
-    directory = hf_checkpoint or (table.metadata.get("tokenizer") if table is not None else None)
+    """Returns a function that decodes token ids one by one; None without a tokenizer.
+
+    Args:
+        table: Dump whose metadata may name the tokenizer.
+        hf_checkpoint: Directory of the tokenizer, instead of the dump's.
+
+    Raises:
+        ValueError: `hf_checkpoint` has no readable tokenizer.
+    """
+    directory = hf_checkpoint
+    if not directory and table is not None:
+        directory = table.metadata.get("tokenizer")
     if not directory:
         return None
     from tokenizers import Tokenizer
@@ -48,56 +74,56 @@ def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
     size = tokenizer.get_vocab_size()
 
     def decode(ids: Sequence[int]) -> list[str]:
-        return [
-            tokenizer.decode([i], skip_special_tokens=False) if 0 <= i < size else f"⟨{i}⟩"
-            for i in ids
-        ]
+        texts = []
+        for i in ids:
+            text = f"⟨{i}⟩"  # models may have more embeddings than the tokenizer has tokens
+            if 0 <= i < size:
+                text = tokenizer.decode([i], skip_special_tokens=False)
+            texts.append(text)
+        return texts
 
     return decode
 
 
 def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTable:
-    """The samples to show, sorted by mean abs(Δ).
+    """Returns the samples to show, sorted by mean abs(Δ), the largest first.
 
-    For a larger table, half of the tokens belong to the worst samples and their groups, half to
-    random other samples.
+    From a larger table, the worst samples and their groups fill half of the tokens, and random
+    other samples fill the rest.
     """
-    order = np.argsort(-mean_size(table), kind="stable")
+    mean_S = mean_size(table)
+    order = np.argsort(-mean_S, kind="stable")
     if table.tokens <= max_tokens and len(table) <= MAX_SAMPLES:
         return table.select(order)
     if table.group is not None:  # all samples of a group follow its first one
         steps = table.step if table.step is not None else np.zeros(len(table), np.int32)
         _, group = np.unique(np.stack([steps, table.group]), axis=1, return_inverse=True)
         group = group.reshape(-1)[order]
-        known, first = np.unique(group, return_index=True)
-        order = order[np.argsort(first[np.searchsorted(known, group)], kind="stable")]
+        _, first, index = np.unique(group, return_index=True, return_inverse=True)
+        order = order[np.argsort(first[index], kind="stable")]
     lengths = table.response_length
     worst = order[np.cumsum(lengths[order]) <= max_tokens // 2][: MAX_SAMPLES // 2]
     others = np.random.default_rng(0).permutation(np.setdiff1d(order, worst))
     budget = max_tokens - int(lengths[worst].sum())
     others = others[np.cumsum(lengths[others]) <= budget][: MAX_SAMPLES - len(worst)]
     chosen = np.concatenate([worst, others])
-    chosen = chosen if len(chosen) else order[:1]  # one response exceeds the limit
-    return table.select(chosen[np.argsort(-mean_size(table)[chosen], kind="stable")])
+    if not len(chosen):  # a single response exceeds the limit
+        chosen = order[:1]
+    return table.select(chosen[np.argsort(-mean_S[chosen], kind="stable")])
 
 
 def mean_size(table: TokenTable) -> NDArray[np.float64]:
-    """[S] mean abs(Δ) of the valid tokens of each sample; 0 without valid tokens."""
+    """Returns [S] mean abs(Δ) of the valid tokens in each sample; 0 without valid tokens."""
     valid = table.valid
     sample = table.sample[valid]
     count = np.bincount(sample, minlength=len(table))
-    return np.asarray(
-        np.bincount(sample, np.abs(table.log_ratio[valid]), len(table)) / np.maximum(count, 1)
-    )
+    total = np.bincount(sample, np.abs(table.log_ratio[valid]), len(table))
+    return np.asarray(total / np.maximum(count, 1))
 
 
 def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
-    """Data of the samples for the page: plain values, and `columns` of arrays with one value per token."""
+    """Returns the data of the samples: JSON values, and `columns` of arrays [N]."""
     size = np.abs(table.log_ratio[table.valid])
-    ids, index = (
-        np.unique(table.token, return_inverse=True) if table.token is not None else (None, None)
-    )
-    texts = None if decode is None or ids is None else decode([int(i) for i in ids])
     columns: dict[str, NDArray[Any]] = {
         "train": table.train_log_prob,
         "rollout": table.rollout_log_prob,
@@ -107,31 +133,29 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
     }
     if table.metadata.get("old_policy") in ("recomputed", "interpolated"):
         columns["old"] = table.old_log_prob
-    for name in (
-        "weight",
-        "bounded_weight",
-        "advantage",
-        "entropy",
-        "weight_version",
-        "turn",
-        "rejected",
-        "vetoed",
-    ):
+    for name in OPTIONAL_COLUMNS:
         if (column := getattr(table, name)) is not None:
             columns[name] = column
-    if index is not None:
+    ids = None
+    texts = None
+    if table.token is not None:
+        # The page stores each text once: the column holds indices of `ids` and `texts`.
+        unique_ids, index = np.unique(table.token, return_inverse=True)
         columns["token"] = index.astype(np.int32)
+        ids = unique_ids.tolist()
+        if decode is not None:
+            texts = decode(ids)
     experts = None
     if table.experts is not None and table.experts.size:
-        of, k = table.experts.shape[1:]
-        layers = int(np.clip(MAX_EXPERTS // (table.tokens * k), 1, of))
-        experts = {"layers": layers, "of": of, "k": k}
+        all_layers, k = table.experts.shape[1:]
+        layers = int(np.clip(MAX_EXPERTS // (table.tokens * k), 1, all_layers))
+        experts = {"layers": layers, "of": all_layers, "k": k}
         columns["experts"] = table.experts[:, :layers].astype(np.int16)
     return {
         "offsets": table.offsets.tolist(),
         "columns": columns,
         "experts": experts,
-        "ids": None if ids is None else ids.tolist(),
+        "ids": ids,
         "texts": texts,
         "scale": float(np.quantile(size, 0.99)) if len(size) else 1.0,
         "criteria": [str(name) for name in table.metadata.get("criteria") or ()],
@@ -140,17 +164,22 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
 
 
 def packed(payload: dict[str, Any]) -> bytes:
-    """The samples as bytes for samples.js: the length of a JSON text, that text, and little-endian columns.
+    """Returns the samples as bytes for samples.js.
 
-    `columns` of the JSON has the JavaScript type of each column, its first byte after the JSON, and
-    its length.
+    Format: the length of a JSON text in four bytes, the JSON text, and the columns in little-endian
+    order. In the JSON, `columns` has for each column the JavaScript type, the offset of the first
+    byte after the JSON, and the number of values.
     """
     types = {"f4": "Float32Array", "i4": "Int32Array", "i2": "Int16Array", "u1": "Uint8Array"}
-    layout, parts, start = {}, [], 0
+    layout = {}
+    parts = []
+    start = 0
     for name, column in payload["columns"].items():
-        layout[name] = types[column.dtype.str[1:]], start, column.size
-        parts.append(_aligned(column.astype(column.dtype.newbyteorder("<")).tobytes(), b"\0"))
-        start += len(parts[-1])
+        layout[name] = (types[column.dtype.str[1:]], start, column.size)
+        content = column.astype(column.dtype.newbyteorder("<")).tobytes()
+        part = _aligned(content, b"\0")
+        parts.append(part)
+        start += len(part)
     head = _aligned(json.dumps({**payload, "columns": layout}, allow_nan=False).encode(), b" ")
     return b"".join([struct.pack("<I", len(head)), head, *parts])
 
@@ -161,9 +190,12 @@ def _aligned(part: bytes, filler: bytes) -> bytes:
 
 
 def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
-    valid_N, size_N, mean_S = table.valid, np.abs(table.log_ratio), mean_size(table)
+    valid_N = table.valid
+    size_N = np.abs(table.log_ratio)
+    mean_S = mean_size(table)
     characters = MAX_CHARACTERS // max(len(table), 1)
-    text_limit, prompt_limit = min(characters, MAX_TEXT), min(characters, MAX_PROMPT)
+    text_limit = min(characters, MAX_TEXT)
+    prompt_limit = min(characters, MAX_PROMPT)
     samples = []
     for i in range(len(table)):
         rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
@@ -171,27 +203,31 @@ def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
         sample: dict[str, Any] = {
             "mean": float(mean_S[i]),
             "worst": float(size_N[rows].max(initial=0.0)),
+            "valid": int(valid.sum()),
         }
-        sample["valid"] = int(valid.sum())
         for name in ("step", "sample_index", "group", "reward", "truncated"):
             if (column := getattr(table, name)) is not None and np.isfinite(column[i]):
                 sample[name] = column[i].item()
-        advantages = np.zeros(0) if table.advantage is None else table.advantage[rows][valid]
-        if np.isfinite(advantages).any():
-            sample["advantage"] = float(advantages[np.isfinite(advantages)].mean(dtype=np.float64))
-        text = table.text[i] if table.text is not None else ""
-        sample["text"] = text if len(text) <= text_limit else text[:text_limit] + "…"
+        if table.advantage is not None:
+            advantages = table.advantage[rows][valid]
+            finite = advantages[np.isfinite(advantages)]
+            if len(finite):
+                sample["advantage"] = float(finite.mean(dtype=np.float64))
+        text = "" if table.text is None else table.text[i]
+        if len(text) > text_limit:
+            text = text[:text_limit] + "…"
+        sample["text"] = text
         sample["prompt"] = _prompt(table, i, decode, prompt_limit)
         samples.append(sample)
     return samples
 
 
 def _prompt(table: TokenTable, i: int, decode: Decode | None, limit: int) -> str:
+    """The end of a sample's prompt: its text, else its decoded tokens or its token ids."""
+    text = ""
     if table.prompt_text is not None and table.prompt_text[i]:
         text = table.prompt_text[i]
     elif table.prompt is not None:
         ids = table.prompt[i][-limit:].tolist()
         text = " ".join(map(str, ids)) if decode is None else "".join(decode(ids))
-    else:
-        return ""
     return text if len(text) <= limit else "…" + text[-limit:]

@@ -1,7 +1,7 @@
-"""`slime-tis recommend`: the correction that the comparison study supports for the mismatch of a run or a dump.
+"""`slime-tis recommend`: the correction that the comparison study supports for a run or a dump.
 
-Run or dump → diagnosis and size of the mismatch → column of the study with the same cause and size
-→ its best methods
+Run or dump → cause and size of the mismatch → column of the study with the same cause and size →
+best methods of that column
 """
 
 import json
@@ -18,10 +18,11 @@ from slime_tis.analysis.report.mismatch_plots import summary
 from slime_tis.analysis.report.report_inputs import open_source
 
 NOISE = ("rounding", "healthy")
-"""Causes without old weights or a fault: the engines differ in precision, as in the study."""
+"""Causes in which the engines differ only in precision, without old weights."""
 TOLERANCE = 2.0
 """A column covers mismatches up to this factor outside its range."""
 STANDARD = "standard PPO"
+"""The study's method without a correction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,9 @@ class Cell:
     """Accuracy relative to on-policy training."""
     low: float
     high: float
-    """Bounds of its 95 % interval."""
+    """95 % interval of `relative`."""
     tied: bool
-    """Whether the method cannot be told apart from the column's best one."""
+    """Whether the study cannot distinguish the method from the best one."""
     collapsed: int
     """Number of seeds that collapsed."""
 
@@ -48,8 +49,9 @@ class Column:
 
     name: str
     covers: bool
-    """Whether a user's mismatch is placed here; every column counts in the record of a method."""
+    """Whether recommendations use the column. All columns count in the record of a method."""
     stale: bool
+    """Whether old weights sampled the responses."""
     sigma: tuple[float, float]
     """Smallest and largest `Mismatch.sigma` of the methods."""
     standard: float
@@ -73,81 +75,91 @@ class Mismatch:
 
     @property
     def stale(self) -> bool:
-        """Whether old weights made the samples."""
+        """Whether old weights sampled the responses."""
         return self.cause == "stale_weights" or (self.age > 1 and self.cause == "rounding")
 
 
 def measured(table: TokenTable, result: Diagnosis) -> Mismatch:
-    """The mismatch of a table with trained tokens, given its diagnosis."""
+    """Returns the mismatch of a table, which must have a valid token, from its diagnosis."""
     k3 = summary(table)["k3"]
-    tokens = table.valid.sum() / len(np.unique(table.sample[table.valid]))
+    mean_length = table.valid.sum() / len(np.unique(table.sample[table.valid]))
     age = 0
     if table.step is not None and table.weight_version is not None:
-        known = table.valid & (table.weight_version >= 0)
-        ages = (np.repeat(table.step, table.response_length) - table.weight_version)[known]
-        age = int(ages.max(initial=0))
-    return Mismatch(cause=result.cause, k3=k3, sigma=math.sqrt(2 * k3 * tokens), age=age)
+        ages = table.step[table.sample] - table.weight_version
+        has_age = table.valid & (table.weight_version >= 0)
+        age = int(ages[has_age].max(initial=0))
+    return Mismatch(cause=result.cause, k3=k3, sigma=math.sqrt(2 * k3 * mean_length), age=age)
 
 
 def study() -> list[Column]:
-    """The columns of the comparison study; studies/comparison/compare.py writes them."""
-    text = (files("slime_tis.analysis.report") / "comparison_study.json").read_text(
-        encoding="utf-8"
-    )
-    return [
-        Column(
-            **column
-            | {
-                "sigma": tuple(column["sigma"]),
-                "cells": tuple(Cell(**cell) for cell in column["cells"]),
-            }
-        )
-        for column in json.loads(text)
-    ]
+    """Returns the columns of the study, which studies/comparison/compare.py wrote."""
+    file = files("slime_tis.analysis.report") / "comparison_study.json"
+    columns = []
+    for values in json.loads(file.read_text(encoding="utf-8")):
+        values["sigma"] = tuple(values["sigma"])
+        values["cells"] = tuple(Cell(**cell) for cell in values["cells"])
+        columns.append(Column(**values))
+    return columns
 
 
 def column_for(mismatch: Mismatch, columns: Sequence[Column]) -> Column | None:
-    """The column of the same kind whose range of σ√T is nearest, within `TOLERANCE`; None if the study has none."""
+    """Returns the column of the same kind with the nearest range of σ√T.
 
-    def factor(column: Column) -> float:
+    None if no range is within `TOLERANCE`.
+    """
+    nearest = None
+    smallest_factor = math.inf
+    if mismatch.sigma == 0:  # the engines are equal
+        return None
+    for column in columns:
+        if not column.covers or column.stale != mismatch.stale:
+            continue
         low, high = column.sigma
-        return max(low / mismatch.sigma, mismatch.sigma / high, 1.0) if mismatch.sigma else math.inf
-
-    same_kind = [column for column in columns if column.covers and column.stale == mismatch.stale]
-    nearest = min(same_kind, key=factor, default=None)
-    return nearest if nearest is not None and factor(nearest) <= TOLERANCE else None
+        factor = max(low / mismatch.sigma, mismatch.sigma / high, 1.0)
+        if factor <= TOLERANCE and factor < smallest_factor:
+            nearest = column
+            smallest_factor = factor
+    return nearest
 
 
 def is_negligible(mismatch: Mismatch, columns: Sequence[Column]) -> bool:
-    """Whether the engines differ by less than in any column without old weights."""
+    """Whether the engines differ less than in every column without old weights."""
     lows = [column.sigma[0] for column in columns if column.covers and not column.stale]
     return not mismatch.stale and mismatch.sigma < min(lows, default=0.0)
 
 
 def best_cell(column: Column, columns: Sequence[Column]) -> Cell:
-    """Standard PPO if it is tied with the best method of a column; else the tied method that loses in fewest columns.
+    """Returns the recommended method of a column, one of those tied with the best.
 
-    Of several such methods, the one that is tied in most columns; then the one with the highest
-    accuracy in this one.
+    Standard PPO if it is tied: it needs no flags. Otherwise the method that loses in the fewest
+    columns, then the one tied in the most columns, then the most accurate one in this column.
     """
 
     def merit(cell: Cell) -> tuple[bool, int, int, float]:
         wins, losses = _record(cell.method, columns)
         return cell.method == STANDARD, -losses, wins, cell.relative
 
-    return max((cell for cell in column.cells if cell.tied), key=merit)
+    tied = [cell for cell in column.cells if cell.tied]
+    return max(tied, key=merit)
 
 
 def _record(method: str, columns: Sequence[Column]) -> tuple[int, int]:
-    """Numbers of columns in which a method is tied with the best one, and in which it loses."""
-    ties = [cell.tied for column in columns for cell in column.cells if cell.method == method]
-    return ties.count(True), ties.count(False)
+    """Number of columns in which a method is tied with the best one, and in which it loses."""
+    wins = 0
+    losses = 0
+    for column in columns:
+        for cell in column.cells:
+            if cell.method == method:
+                wins += cell.tied
+                losses += not cell.tied
+    return wins, losses
 
 
 def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
-    """Flags with their reason and evidence, or why the study supports none."""
+    """Returns flags with their reason and evidence, or why the study supports none."""
     size = f"k3 {mismatch.k3:.2g} nats per token, σ√T {mismatch.sigma:.2g}"
-    size += f", weights up to {mismatch.age} steps old" if mismatch.age else ""
+    if mismatch.age:
+        size += f", weights up to {mismatch.age} steps old"
     if mismatch.cause not in (*NOISE, "stale_weights"):
         title, advice = CAUSES[mismatch.cause]
         return f"No correction: fix the cause first. Diagnosis: {title} ({size}). {advice}"
@@ -173,22 +185,24 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
     others = [cell.method for cell in column.cells if cell.tied and cell != first]
     low, high = column.sigma
     wins, losses = _record(first.method, columns)
+    evidence = (
+        f"Evidence: {first.method} reaches {first.relative:.2f} [{first.low:.2f},"
+        f" {first.high:.2f}] of on-policy accuracy, standard PPO {column.standard:.2f}. It is"
+        f" among the best methods in {wins} of the {wins + losses} columns that have it."
+    )
     lines = [
         first.flags,
         f"Mismatch: {size}. Column of the study: {column.name!r} (σ√T {low:.2g} to {high:.2g}).",
-        (
-            f"Evidence: {first.method} reaches {first.relative:.2f} [{first.low:.2f},"
-            f" {first.high:.2f}] of on-policy accuracy, standard PPO {column.standard:.2f}. It is"
-            f" among the best methods in {wins} of the {wins + losses} columns that have it."
-        ),
-        f"Not told apart from it: {'; '.join(others)}." if others else "",
-        limits,
+        evidence,
     ]
-    return "\n".join(filter(None, lines))
+    if others:
+        lines.append(f"Not told apart from it: {'; '.join(others)}.")
+    lines.append(limits)
+    return "\n".join(lines)
 
 
 def recommend(path: str) -> str:
-    """The recommendation for a run or a dump.
+    """Returns the recommendation for a run or a dump.
 
     Raises:
         ValueError: the path has no trained tokens.

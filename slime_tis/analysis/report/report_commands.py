@@ -1,8 +1,8 @@
-"""The commands `slime-tis report` and `slime-tis diagnose`, also of two runs."""
+"""The commands `slime-tis report` and `slime-tis diagnose`, for one run and for two."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -23,13 +23,15 @@ from slime_tis.atomic_files import write_atomically
 from slime_tis.errors import one_line
 
 MISMATCH = ("k3", "χ²", "mean abs(Δ)")
-"""Metrics that are compared without dumps, by the labels of the overview."""
+"""Metrics of the overview, by label, that two runs without dumps are compared by."""
+MEASURES = {"k3": K3, "abs": ABS}
+"""Metrics that --fail-on can limit."""
 
 
 def report(
     paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = ""
 ) -> str:
-    """Writes a report on one or several runs or dumps; returns the text to print.
+    """Writes a report on one or several runs or dumps, and returns the text to print.
 
     Args:
         paths: Run directories or dumps.
@@ -37,13 +39,14 @@ def report(
             dump, or comparison.html in the working directory.
         as_json: Print the numbers as JSON, and write the page only with `out`.
         hf_checkpoint: Directory of the tokenizer, if the dump names none.
+
+    Raises:
+        ValueError: an input cannot be read, or the output is a file that is not a report.
     """
-    if out:
+    if out:  # before the inputs, which may take minutes to read
         check_output(Path(out))
     sources = [open_source(path, len(paths)) for path in paths]
-    path = sources[0].path
-    default = path / "report.html" if path.is_dir() else path.with_name(f"{path.name}.report.html")
-    target = Path(out) if out else default if len(paths) == 1 else Path("comparison.html")
+    target = Path(out) if out else _default_output(sources)
     writes = bool(out) or not as_json
     if writes:
         check_output(target)
@@ -52,10 +55,20 @@ def report(
         write_atomically(target, render(data))
     if as_json:
         return json.dumps(_numbers(sources, data), indent=1, allow_nan=False)
-    notes = "".join(
-        f"\n{note}" for note in dict.fromkeys(source.note for source in sources) if note
-    )
-    return f"{target} ({target.stat().st_size / 1e6:.1f} MB){notes}"
+    lines = [f"{target} ({target.stat().st_size / 1e6:.1f} MB)"]
+    for source in sources:
+        if source.note and source.note not in lines:
+            lines.append(source.note)
+    return "\n".join(lines)
+
+
+def _default_output(sources: Sequence[Source]) -> Path:
+    if len(sources) > 1:
+        return Path("comparison.html")
+    path = sources[0].path
+    if path.is_dir():
+        return path / "report.html"
+    return path.with_name(f"{path.name}.report.html")
 
 
 class LimitExceeded(Exception):
@@ -74,18 +87,18 @@ def diagnosis(
     as_json: bool = False,
     fail_on: str = "",
 ) -> str:
-    """Names the causes of the mismatch of a run or a dump, and proves them with a checkpoint; returns the text.
+    """Returns a text with the causes of a mismatch; with a checkpoint, also their proof.
 
     Args:
         path: Run directory or dump.
-        hf_checkpoint: Model that scores samples again.
-        other_checkpoints: Models whose weights the rollout engine may have.
+        hf_checkpoint: Model that scores the samples again.
+        other_checkpoints: Models whose weights the rollout engine may have used.
         as_json: Return JSON.
         fail_on: Limits, for example "k3=0.01,cause".
 
     Raises:
         LimitExceeded: a limit of `fail_on` is exceeded.
-        ValueError: the input cannot be read, or `fail_on` is no list of limits.
+        ValueError: the input cannot be read, or `fail_on` is not a list of limits.
     """
     limits = _limits(fail_on)
     if other_checkpoints and not hf_checkpoint:
@@ -97,33 +110,37 @@ def diagnosis(
     if hf_checkpoint:
         if source.table is None:
             raise ValueError(f"--hf-checkpoint scores the samples of a dump. {source.note}")
-        server = result.server  # samples of the other servers would hide the cause
-        table = source.table.of_worker(server) if server else source.table
+        table = source.table
+        part = ""
+        if result.server:  # samples from other servers would hide the cause
+            table = table.of_worker(result.server)
+            part = f", samples of {result.server}"
         rescored, proof = prove(table, hf_checkpoint, other_checkpoints)
         result = with_proof(result, proof)
         facts = {
             "rescored": {**asdict(rescored), "verdict": rescored.verdict},
             "proof": asdict(proof),
         }
-        note = f"Rescored in fp32{server and f', samples of {server}'}: {rescored}."
-        note += "" if proof.causes else f" {proof.sentence}"
+        note = f"Rescored in fp32{part}: {rescored}."
+        if not proof.causes:  # a cause has the sentence as its evidence
+            note += f" {proof.sentence}"
+    text = as_text(result, str(source.path), note)
     if as_json:
-        text = json.dumps(
-            {"name": source.name, **result.as_json(), **facts}, indent=1, allow_nan=False
-        )
-    else:
-        text = as_text(result, str(source.path), note)
+        values = {"name": source.name, **result.as_json(), **facts}
+        text = json.dumps(values, indent=1, allow_nan=False)
     if exceeded := _exceeded(limits, result, source):
         raise LimitExceeded(exceeded, text)
     return text
 
 
 def _limits(fail_on: str) -> dict[str, float]:
-    """Limits by name; `cause` has none and fails for every cause but `healthy`."""
+    """Limits by name. The limit of `cause` is unused: every cause except `healthy` fails."""
     limits: dict[str, float] = {}
-    for part in fail_on.split(",") if fail_on else ():
-        name, has_value, value = part.strip().partition("=")
-        if name == "cause" and not has_value:
+    if not fail_on:
+        return limits
+    for part in fail_on.split(","):
+        name, equals, value = part.strip().partition("=")
+        if name == "cause" and not equals:
             limits[name] = 0.0
             continue
         try:
@@ -138,29 +155,31 @@ def _limits(fail_on: str) -> dict[str, float]:
     return limits
 
 
-MEASURES = {"k3": K3, "abs": ABS}
-"""The metric of each limit of --fail-on."""
-
-
 def _exceeded(limits: dict[str, float], result: Diagnosis, source: Source) -> list[str]:
     """The exceeded limits in words; a limit that cannot be checked counts as exceeded."""
     words = []
     if "cause" in limits and result.cause != "healthy":
         words.append(f"the cause is {result.cause}")
-    for name in limits.keys() - {"cause"}:
+    for name in MEASURES:
+        if name not in limits:
+            continue
         value, reason = _measured(name, source)
         if reason:
             words.append(f"{name} {reason}, so its limit {limits[name]:g} cannot be checked")
-        elif not value <= limits[name]:  # NaN, too
+        elif not value <= limits[name]:  # also true for NaN
             words.append(f"{name} is {value:.3g}, the limit {limits[name]:g}")
     return words
 
 
 def _measured(name: str, source: Source) -> tuple[float, str]:
-    """Mean k3 or abs(Δ) over the tokens of a dump, else over the steps of a log, and why it is unknown."""
+    """Mean k3 or abs(Δ) over the tokens of a dump, else over the steps of a log.
+
+    The second value says why the first is unknown; it is empty if it is known.
+    """
     if source.table is not None and source.table.valid.any():
         numbers = mismatch_plots.summary(source.table)
-        return numbers["k3"] if name == "k3" else numbers["mean_abs_log_ratio"], ""
+        key = "k3" if name == "k3" else "mean_abs_log_ratio"
+        return numbers[key], ""
     metric = MEASURES[name]
     if facts := invalid_values(source.metrics, (metric,)):
         return math.nan, f"is not known: {facts[0]}"
@@ -172,93 +191,107 @@ def _measured(name: str, source: Source) -> tuple[float, str]:
 
 def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a report, without plots and samples."""
+    rows = []
+    for source in sources:
+        mismatch = None
+        if source.table is not None:
+            mismatch = mismatch_plots.summary(source.table)
+        row = {
+            "name": source.name,
+            "steps": len(source.metrics),
+            "last": overview.last_values(source.metrics),
+            "warnings": overview.warnings(source.metrics),
+            "mismatch": mismatch,
+            "note": source.note,
+        }
+        rows.append(row)
+    groups = {}
+    for group in overview.group_runs(sources):
+        groups[group.name] = [source.name for source in group.sources]
     return {
-        "sources": [
-            {
-                "name": source.name,
-                "steps": len(source.metrics),
-                "last": overview.last_values(source.metrics),
-                "warnings": overview.warnings(source.metrics),
-                "mismatch": None if source.table is None else mismatch_plots.summary(source.table),
-                "note": source.note,
-            }
-            for source in sources
-        ],
-        "groups": {
-            group.name: [source.name for source in group.sources]
-            for group in overview.group_runs(sources)
-        },
+        "sources": rows,
+        "groups": groups,
         "diagnoses": data["diagnoses"],
         "what_if": data["what_if"]["rows"],
     }
 
 
 def comparison(before: str, after: str, *, as_json: bool = False) -> str:
-    """The differences between two runs or dumps as text or JSON: one sentence each, the configuration first."""
-    one, two = sources = [open_source(path, 2) for path in (before, after)]
+    """Returns the differences between two runs or dumps, as text or JSON."""
+    one = open_source(before, 2)
+    two = open_source(after, 2)
     lines = _changed("option", overview.configuration(one), overview.configuration(two))
     if one.table is not None and two.table is not None:
         lines += _changed("dump", one.table.metadata, two.table.metadata)
         lines += _mismatch(one.table, two.table)
     else:
-        metrics = [
-            {
-                key: f"{value:.3g}"
-                for key, value in overview.last_values(source.metrics).items()
-                if key in MISMATCH
-            }
-            for source in sources
-        ]
-        lines += _changed("last", *metrics)
-    first, second = (diagnose(source.table, source.metrics).findings[0] for source in sources)
-    causes = [f"{each.title} ({each.confidence:.0%})" for each in (first, second)]
-    same = (first.cause, first.detail) == (second.cause, second.detail)
-    lines.append(
-        f"diagnosis: {causes[0]} in both" if same else f"diagnosis: {causes[0]} → {causes[1]}"
-    )
-    lines += [f"{source.name}: {source.note}" for source in sources if source.note]
+        lines += _changed("last", _last_mismatch(one), _last_mismatch(two))
+    first = diagnose(one.table, one.metrics).findings[0]
+    second = diagnose(two.table, two.metrics).findings[0]
+    cause = f"{first.title} ({first.confidence:.0%})"
+    if (first.cause, first.detail) == (second.cause, second.detail):
+        lines.append(f"diagnosis: {cause} in both")
+    else:
+        lines.append(f"diagnosis: {cause} → {second.title} ({second.confidence:.0%})")
+    for source in (one, two):
+        if source.note:
+            lines.append(f"{source.name}: {source.note}")
     if as_json:
         return json.dumps({"before": before, "after": after, "changes": lines}, indent=1)
-    return "\n".join([f"{before} → {after}", *(f"- {one_line(line, 500)}" for line in lines)])
+    items = [f"- {one_line(line, 500)}" for line in lines]
+    return "\n".join([f"{before} → {after}", *items])
 
 
-def _changed(kind: str, before: Any, after: Any) -> list[str]:
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return [
-        f"{kind} {name}: {before.get(name, 'none')} → {after.get(name, 'none')}" for name in names
-    ]
+def _last_mismatch(source: Source) -> dict[str, str]:
+    """The last values of the mismatch metrics, rounded: a smaller change is no change."""
+    values = overview.last_values(source.metrics)
+    return {key: f"{value:.3g}" for key, value in values.items() if key in MISMATCH}
+
+
+def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    changes = []
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            changes.append(f"{kind} {name}: {before.get(name, 'none')} → {after.get(name, 'none')}")
+    return changes
 
 
 def _mismatch(before: TokenTable, after: TokenTable) -> list[str]:
-    """The mean of abs(Δ) with its standard error, and for equal tokens the engine whose log-probs changed."""
+    """Both means of abs(Δ), and the standard error of the difference.
+
+    If both tables have the same tokens, also how much each engine's log-probs changed.
+    """
     if not (before.valid.any() and after.valid.any()):
         return ["no token has log-probs of both engines in both dumps"]
-    (a, error_a), (b, error_b) = (
-        mean_of(np.abs(table.log_ratio[table.valid]), table.sample[table.valid])
-        for table in (before, after)
-    )
-    error = float(np.hypot(error_a, error_b))
-    noise = "" if abs(b - a) > 2 * error else ", within the noise of the samples"
+    mean_before, error_before = _mean_size(before)
+    mean_after, error_after = _mean_size(after)
+    difference = mean_after - mean_before
+    error = float(np.hypot(error_before, error_after))
+    noise = "" if abs(difference) > 2 * error else ", within the noise of the samples"
     lines = [
-        f"mean abs(Δ): {a:.3g} → {b:.3g} nats (difference {b - a:.2g}, standard error"
-        f" {error:.2g}{noise})"
+        f"mean abs(Δ): {mean_before:.3g} → {mean_after:.3g} nats (difference {difference:.2g},"
+        f" standard error {error:.2g}{noise})"
     ]
-    if not (
+    has_same_tokens = (
         before.token is not None
         and after.token is not None
         and np.array_equal(before.offsets, after.offsets)
         and np.array_equal(before.token, after.token)
-    ):
+    )
+    if not has_same_tokens:
         return lines
     valid = before.valid & after.valid
-    if valid.any():
-        pairs = {
-            "training": (before.policy_log_prob, after.policy_log_prob),
-            "the rollout engine": (before.rollout_log_prob, after.rollout_log_prob),
-        }
-        moved = [f"{name} by {np.abs(x - y)[valid].mean():.3g}" for name, (x, y) in pairs.items()]
-        lines.append(
-            f"both have the same tokens; their log-probs changed in {' and in '.join(moved)} nats"
-            " on average"
-        )
+    if not valid.any():
+        return lines
+    training = np.abs(before.policy_log_prob - after.policy_log_prob)[valid].mean()
+    rollout = np.abs(before.rollout_log_prob - after.rollout_log_prob)[valid].mean()
+    lines.append(
+        f"both have the same tokens; their log-probs changed in training by {training:.3g} and in"
+        f" the rollout engine by {rollout:.3g} nats on average"
+    )
     return lines
+
+
+def _mean_size(table: TokenTable) -> tuple[float, float]:
+    """Mean of abs(Δ) over the valid tokens, and its standard error."""
+    return mean_of(np.abs(table.log_ratio[table.valid]), table.sample[table.valid])

@@ -1,4 +1,4 @@
-"""Sources of a report: the metrics of a run, and the tokens of its dumps."""
+"""Inputs of a report: the metrics of a run, and the tokens in its dumps."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ from slime_tis.atomic_files import METRICS, metrics_before
 from slime_tis.errors import quoted_path
 
 MAX_TOKENS = 2_000_000
-"""Largest number of tokens in memory, a random part of the samples of a larger dump."""
+"""Tokens in memory. From a larger dump, random samples are read."""
 MAX_BYTES = 1 << 28
-"""Largest size of dumps in memory, bytes."""
+"""Bytes of dumps in memory, likewise."""
 DUMPS_FLAG = "--save-debug-train-data"
 """The flag of train.py that writes dumps."""
 LOG_SUFFIXES = (".csv", ".log", ".out", ".wandb")
@@ -47,17 +47,17 @@ class Source:
     table: TokenTable | None
     """Tokens; None without dumps."""
     note: str
-    """Missing data, and how to get them."""
+    """Missing data, and how to get it."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The run's config.yaml; empty for a log or a dump."""
+    """Options in the run's config.yaml; empty for a log or a dump."""
     log: Log | None = None
-    """The log, if the metrics are another program's."""
+    """The log, if another program logged the metrics."""
 
     def tokens(self) -> TokenTable:
-        """The table, which has trained tokens.
+        """Returns the table.
 
         Raises:
-            ValueError: it has none.
+            ValueError: there is no table, or it has no trained token.
         """
         if self.table is not None and self.table.valid.any():
             return self.table
@@ -74,29 +74,32 @@ class Source:
 
 
 def _how_to_dump(log: Log) -> str:
-    framework = f"With {log.framework}, " if log.framework else "To get them, "
-    return f"{framework}{dump_advice(log.framework)}."
+    advice = dump_advice(log.framework)
+    if log.framework:
+        return f"With {log.framework}, {advice}."
+    return f"To get them, {advice}."
 
 
-def open_source(path: str, part: int = 1) -> Source:
-    """Reads a run directory with its dumps, a dump in any format that `read` knows, or the log of another program.
+def open_source(path: str, sources: int = 1) -> Source:
+    """Reads a run directory with its dumps, a dump, or another program's log.
 
-    In a directory, dumps count before logs: tokens show more than metrics.
+    If a directory has both dumps and logs, the dumps are read: tokens show more than metrics.
 
     Args:
         path: Run directory, directory of dumps or logs, dump or log.
-        part: Number of sources that share the memory.
+        sources: Number of sources that share the memory.
 
     Raises:
         ValueError: The path has neither metrics nor tokens, or is damaged.
     """
     source = Path(path)
-    limits = {"max_tokens": MAX_TOKENS // part, "max_bytes": MAX_BYTES // part}
+    max_tokens = MAX_TOKENS // sources
+    max_bytes = MAX_BYTES // sources
     if (source / METRICS).is_file():
-        return _run(source, limits)
+        return _run(source, max_tokens, max_bytes)
     has_dumps = source.is_dir() and bool(dump_files(source))
     log = None if has_dumps else read_log(source)
-    name = source.name or path
+    name = source.name or path  # the path "." has no name
     if log is not None:
         return Source(
             name=name, path=source, metrics=log.rows, table=None, note=_note_of_log(log), log=log
@@ -108,17 +111,19 @@ def open_source(path: str, part: int = 1) -> Source:
         )
     if source.is_dir() and not has_dumps:
         _refuse(source)
-    table = read(source, **limits)
+    table = read(source, max_tokens=max_tokens, max_bytes=max_bytes)
     return Source(name=name, path=source, metrics=(), table=table, note=_note_of_dump(table))
 
 
 def _refuse(directory: Path) -> None:
     """Raises ValueError for a directory with neither dumps nor logs."""
-    names = ", ".join(map(quoted_path, names_of_logs(directory)[:3]))
-    passed_over = f" Without metrics of steps: {names}." if names else ""
+    names = names_of_logs(directory)[:3]
+    passed_over = ""
+    if names:
+        passed_over = f" Files without metrics: {', '.join(map(quoted_path, names))}."
     try:
         files_of(directory)
-    except ValueError as error:
+    except ValueError as error:  # its message says why there are no dumps
         raise ValueError(
             f'{error} It has no log with metrics either (docs/diagnosis.md, "Logs of other'
             f' trainers").{passed_over}'
@@ -134,7 +139,7 @@ def _note_of_dump(table: TokenTable) -> str:
 
 
 def _note_of_log(log: Log) -> str:
-    """Which file was read, which checks it does not allow, and how to get more."""
+    """The file that was read, the metrics that it lacks, and how to get tokens."""
     missing = [name for name in OTHER_SERIES if not series_of(log.rows, name)]
     if not any(logged_values(log.rows, metric.name) for metric in MISMATCH_METRICS):
         missing.insert(0, "every mismatch metric")
@@ -142,30 +147,30 @@ def _note_of_log(log: Log) -> str:
     sentences += [f"Passed over: {sentence}" for sentence in log.passed_over[:3]]
     if missing:
         sentences.append(
-            f"This log lacks {', '.join(missing)}, so checks that need them were not made."
+            f"This log lacks {', '.join(missing)}, so the checks that need them were skipped."
         )
     sentences.append(f"Log-probs of tokens show more. {_how_to_dump(log)}")
     return " ".join(sentences)
 
 
-def _run(directory: Path, limits: dict[str, int]) -> Source:
-    """A run of train.py: its metrics, its options, and its dumps if it wrote them."""
+def _run(directory: Path, max_tokens: int, max_bytes: int) -> Source:
+    """A run of train.py: its metrics and options, and its dumps if it wrote them."""
     options = options_of_run(directory)
     pattern = options.get("save_debug_train_data")
     table = None
     note = ""
     if not pattern:
         note = (
-            f"This run wrote no dumps of tokens, so there are its metrics only. {DUMPS_FLAG}"
-            f" PATTERN, for example {DUMPS_FLAG} 'DIR/{{rollout_id}}.parquet', writes them."
+            f"This run wrote no dumps of tokens, so the report has only metrics. {DUMPS_FLAG}"
+            f" PATTERN, for example {DUMPS_FLAG} 'DIR/{{rollout_id}}.parquet', writes dumps."
         )
     elif files_of_run(directory):
-        table = read(directory, **limits)
+        table = read(directory, max_tokens=max_tokens, max_bytes=max_bytes)
         note = _note_of_dump(table)
     else:
         note = (
-            f"The run's dumps {pattern} do not exist any more; give the path of the dumps instead"
-            " of the run."
+            f"The run's dumps {pattern} do not exist any more. If they were moved, give their path"
+            " instead of the run."
         )
     rows = _metrics(directory / METRICS)
     name = directory.resolve().name
@@ -181,12 +186,16 @@ def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
     rows = []
     for number, line in enumerate(metrics_before(path, 2**62), start=1):
         row = json.loads(line)
-        if not all(
-            value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
-            for value in row.values()
-        ):
+        if not all(map(_is_logged, row.values())):
             raise ValueError(
                 f"{quoted_path(path)}, line {number}, has a value that is not a number of 64 bits."
             )
         rows.append(row)
     return tuple(rows)
+
+
+def _is_logged(value: Any) -> bool:
+    """Whether train.py may have logged a JSON value: null, a float, or an integer of 64 bits."""
+    if type(value) is int:  # not bool, which is a subclass
+        return abs(value) < 2**63
+    return value is None or type(value) is float
