@@ -1,12 +1,12 @@
-"""Dumps of this program: a `TokenTable` as parquet, or as a `.pt` file in slime's layout of train data.
+"""Dumps of this program: a `TokenTable` as parquet, or as a `.pt` file in slime's layout.
 
-A parquet file has one row per sample and list columns for its tokens; docs/dumps.md lists the
+A parquet file has one row per sample and list columns for the tokens; docs/dumps.md lists the
 columns. Files are written and read in row groups, so they may be larger than memory.
 
 slime's `--save-debug-train-data` (THUDM/slime, slime/observability/train_data_utils.py,
 format_version 2) saves {"format_version": 2, "rollout_id", "rank", "samples": [one dict per
-sample], "dp_shards"}. Samples use slime's keys for the columns that slime has, and the names of the
-table for the others. The key "metadata" has the table's metadata.
+sample], "dp_shards"}. Samples use slime's keys for the columns that slime has, and the table's names
+for the others. The key "metadata" has the table's metadata.
 """
 
 import json
@@ -35,34 +35,19 @@ from slime_tis.errors import first_line, quoted
 from slime_tis.torch_files import UnsafeTorch, load_tensors
 
 SCHEMA_VERSION = 1
-"""Version of the columns and their meaning; a file of a later version is refused."""
+"""Version of the columns and their meaning. A file with a later version is refused."""
 KEY = b"slime_tis"
-"""Key of the file's metadata whose value is {"schema_version", "metadata", "experts_shape"} as
+"""Key in the metadata of the file. The value is {"schema_version", "metadata", "experts_shape"} as
 JSON."""
 ROW_GROUP_BYTES = 1 << 26
-"""Decoded bytes of a row group and of each batch that is read, at least one sample; about a million
-tokens."""
+"""Bytes of a row group, and of a batch that is read, after decoding: about a million tokens. Each has
+at least one sample."""
 PYTHON_NUMBER_BYTES = 32
 """Memory of a float in a Python list."""
 MAX_GROUP_BYTES = 1 << 30
-"""Bytes of memory that a row group may always take."""
+"""Bytes of memory that a row group or a .pt file may always take."""
 MAX_EXPANSION = 32
-"""A row group may take more memory if it is at most this many times the size of its file."""
-SCHEMA = pa.schema(
-    [
-        *(
-            pa.field(name, pa.from_numpy_dtype(dtype), name == "reward")
-            for name, dtype in SAMPLE_COLUMNS.items()
-        ),
-        *((name, pa.dictionary(pa.int32(), pa.string())) for name in TEXT_COLUMNS),
-        *(
-            pa.field(name, pa.large_list(pa.from_numpy_dtype(dtype)), False)
-            for name, dtype in TOKEN_COLUMNS.items()
-        ),
-        pa.field("prompt", pa.large_list(pa.int32()), False),
-    ]
-)
-"""Types that columns are converted to when they are read."""
+"""They may take more memory if it is at most this many times the size of the file."""
 SLIME_NAMES = {
     "rollout_log_prob": "rollout_log_probs",
     "old_log_prob": "log_probs",
@@ -78,8 +63,27 @@ SLIME_NAMES = {
 """slime's key for a column of the table."""
 
 
+def _schema() -> Any:
+    columns = []
+    for name, dtype in SAMPLE_COLUMNS.items():
+        columns.append(pa.field(name, pa.from_numpy_dtype(dtype), nullable=name == "reward"))
+    for name in TEXT_COLUMNS:
+        columns.append(pa.field(name, pa.dictionary(pa.int32(), pa.string())))
+    for name, dtype in TOKEN_COLUMNS.items():
+        columns.append(pa.field(name, pa.large_list(pa.from_numpy_dtype(dtype)), nullable=False))
+    columns.append(pa.field("prompt", pa.large_list(pa.int32()), nullable=False))
+    return pa.schema(columns)
+
+
+SCHEMA = _schema()
+"""Types of the columns when they are read."""
+
+
 def write(path: str | Path, table: TokenTable) -> None:
-    """Writes a table, in slime's layout if the name ends in .pt, else as parquet; the file appears when complete."""
+    """Writes a table, in slime's layout if the name ends in .pt, else as parquet.
+
+    The file appears under its name when it is complete.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_table = _write_pt if path.suffix == ".pt" else _write_parquet
@@ -88,7 +92,11 @@ def write(path: str | Path, table: TokenTable) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Checks that a file may be overwritten: it is absent, or a dump of this program."""
+    """Checks that a path is free or holds a dump of this program.
+
+    Raises:
+        ValueError: another file is there.
+    """
     if os.path.lexists(path) and not _is_own(path):
         raise ValueError(FOREIGN)
 
@@ -125,22 +133,26 @@ def _write_pt(file: IO[bytes], table: TokenTable) -> None:
 
 
 def _sample(table: TokenTable, index: int) -> dict[str, Any]:
+    """One sample in slime's layout."""
     rows = slice(int(table.offsets[index]), int(table.offsets[index + 1]))
     length = rows.stop - rows.start
     prompt = OBJECT_COLUMNS["prompt"] if table.prompt is None else table.prompt[index]
     sample: dict[str, Any] = {"response_lengths": length, "total_lengths": len(prompt) + length}
     if table.token is not None:
-        sample["tokens"] = torch.from_numpy(
-            np.concatenate([prompt, table.token[rows]]).astype(np.int64)
-        )
+        tokens = np.concatenate([prompt, table.token[rows]])
+        sample["tokens"] = torch.from_numpy(tokens.astype(np.int64))
     for name in COLUMNS:
-        if name not in ("token", "prompt") and (column := getattr(table, name)) is not None:
-            value = (
-                torch.from_numpy(column[rows].copy()) if name in TOKEN_COLUMNS else column[index]
-            )
-            sample[SLIME_NAMES.get(name, name)] = (
-                value.item() if isinstance(value, np.generic) else value
-            )
+        column = getattr(table, name)
+        if column is None or name in ("token", "prompt"):  # both are in "tokens"
+            continue
+        if name in TOKEN_COLUMNS:
+            # torch.save would write all rows of a view.
+            value = torch.from_numpy(column[rows].copy())
+        elif name in SAMPLE_COLUMNS:
+            value = column[index].item()
+        else:
+            value = column[index]
+        sample[SLIME_NAMES.get(name, name)] = value
     return sample
 
 
@@ -151,7 +163,9 @@ def _write_parquet(file: IO[bytes], table: TokenTable) -> None:
         "metadata": dict(table.metadata),
         "experts_shape": shape,
     }
-    group_S = table.offsets[:-1] * (table.nbytes // max(table.tokens, 1)) // ROW_GROUP_BYTES
+    # A sample belongs to the row group that its first token falls into.
+    token_bytes = table.nbytes // max(table.tokens, 1)
+    group_S = table.offsets[:-1] * token_bytes // ROW_GROUP_BYTES
     parts = np.split(np.arange(len(table)), np.flatnonzero(np.diff(group_S)) + 1)
     groups = [_to_arrow(table.select(samples)) for samples in parts]
     schema = groups[0].schema.with_metadata({KEY: json.dumps(header)})
@@ -161,16 +175,20 @@ def _write_parquet(file: IO[bytes], table: TokenTable) -> None:
 
 
 def is_own_parquet(path: Path) -> bool:
-    """Whether `write` wrote a parquet file, in any version."""
+    """Whether this program wrote a parquet file, in any version."""
     return KEY in (parquet.read_schema(path).metadata or {})
 
 
 def parquet_tables(path: str | Path) -> Iterator[TokenTable]:
-    """The tables of a file's row groups, one after another."""
+    """Yields the tables of a file's row groups.
+
+    Raises:
+        ValueError: the file is damaged, too large for memory, or of a newer version.
+    """
     try:
-        names = parquet.read_schema(path)
-        header = _header(names)
-        schema = pa.schema([item for item in SCHEMA if item.name in names.names])
+        file_schema = parquet.read_schema(path)
+        header = _header(file_schema)
+        schema = pa.schema([item for item in SCHEMA if item.name in file_schema.names])
         for batch in _batches(Path(path), schema.names):
             yield _from_arrow(batch.select(schema.names).cast(schema), header)
     except (pa.ArrowException, OSError, TypeError, KeyError) as error:
@@ -180,16 +198,21 @@ def parquet_tables(path: str | Path) -> Iterator[TokenTable]:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file of another program without lists of text, each with its place for messages."""
+    """Yields the rows of another program's file, each with its location for messages.
+
+    Lists of text are left out: their size in memory is not known before they are decoded.
+    """
     number = 0
     try:
         text = _text_columns(path)
-        with_text = {name.split(".")[0] for name in text} - text  # lists of text
-        columns = [name for name in parquet.read_schema(path).names if name not in with_text]
+        # parquet names the entries of a list column NAME.list.element.
+        lists_of_text = {name.split(".")[0] for name in text} - text
+        columns = [name for name in parquet.read_schema(path).names if name not in lists_of_text]
         for batch in _batches(path, columns, PYTHON_NUMBER_BYTES):
-            values = [
-                _texts(batch[name]) if name in text else batch[name].to_pylist() for name in columns
-            ]
+            values = []
+            for name in columns:
+                column = batch[name]
+                values.append(_texts(column) if name in text else column.to_pylist())
             for row in zip(*values, strict=True):
                 number += 1
                 yield f"{path}, row {number}", dict(zip(columns, row, strict=True))
@@ -200,39 +223,58 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator[Any]:
-    """The row groups of a file in batches of about ROW_GROUP_BYTES after decoding.
+    """Yields the row groups of a file in batches of about ROW_GROUP_BYTES after decoding.
 
     Text columns are dictionaries, so a text that many rows repeat takes memory once.
+
+    Args:
+        path: The file.
+        names: Columns to read.
+        value_bytes: Memory of a number.
     """
-    file_bytes, text = path.stat().st_size, _text_columns(path)
-    with parquet.ParquetFile(
-        path, read_dictionary=[name for name in names if name in text]
-    ) as file:
+    file_bytes = path.stat().st_size
+    text_columns = _text_columns(path)
+    text_names = [name for name in names if name in text_columns]
+    with parquet.ParquetFile(path, read_dictionary=text_names) as file:
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
-            chunks = [group.column(i) for i in range(group.num_columns)]
-            chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
-            size = sum(value_bytes * chunk.num_values for chunk in chunks)
-            size += sum(
-                chunk.total_uncompressed_size
-                for chunk in chunks
-                if chunk.physical_type == "BYTE_ARRAY"
-            )
-            if size > max(MAX_GROUP_BYTES, MAX_EXPANSION * file_bytes):
+            size = _decoded_bytes(group, names, value_bytes)
+            if is_too_large(size, file_bytes):
                 raise ValueError(
                     f"row group {index} needs {size >> 20} MiB of memory; write smaller row groups."
                 )
-            if any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks):
-                raise ValueError(
-                    "text has the encoding DELTA_BYTE_ARRAY, whose size is not bounded; write"
-                    " PLAIN."
-                )
             if group.num_rows == 0:
+                # iter_batches yields nothing, but an empty dump is a table, too.
                 yield pa.RecordBatch.from_pylist([], file.schema_arrow)
             parts = 1 if size <= 2 * ROW_GROUP_BYTES else -(-size // ROW_GROUP_BYTES)
-            yield from file.iter_batches(
-                max(group.num_rows // parts, 1), row_groups=[index], columns=names
+            rows = max(group.num_rows // parts, 1)
+            yield from file.iter_batches(rows, row_groups=[index], columns=names)
+
+
+def _decoded_bytes(group: Any, names: Sequence[str], value_bytes: int) -> int:
+    """Memory of the columns of a row group after decoding, bytes.
+
+    Raises:
+        ValueError: the memory has no bound.
+    """
+    size = 0
+    for index in range(group.num_columns):
+        chunk = group.column(index)
+        if chunk.path_in_schema.split(".")[0] not in names:
+            continue
+        if "DELTA_BYTE_ARRAY" in chunk.encodings:
+            raise ValueError(
+                "text has the encoding DELTA_BYTE_ARRAY, whose size is not bounded; write PLAIN."
             )
+        size += value_bytes * chunk.num_values
+        if chunk.physical_type == "BYTE_ARRAY":
+            size += chunk.total_uncompressed_size
+    return size
+
+
+def is_too_large(size: int, file_bytes: int) -> bool:
+    """Whether content takes too much memory for the size of its file, as in a decompression bomb."""
+    return size > max(MAX_GROUP_BYTES, MAX_EXPANSION * file_bytes)
 
 
 def _text_columns(path: Path) -> set[str]:
@@ -243,8 +285,9 @@ def _text_columns(path: Path) -> set[str]:
 
 def _texts(column: Any) -> list[str | None]:
     """The texts of a dictionary column; equal texts are one object."""
-    known = column.dictionary.to_pylist()
-    return [None if index is None else known[index] for index in column.indices.to_pylist()]
+    dictionary = column.dictionary.to_pylist()
+    indices = column.indices.to_pylist()
+    return [None if index is None else dictionary[index] for index in indices]
 
 
 def _header(schema: Any) -> dict[str, Any]:
@@ -252,14 +295,15 @@ def _header(schema: Any) -> dict[str, Any]:
     value = (schema.metadata or {}).get(KEY, b"")
     try:
         header = dict(json.loads(value))
-        if header["schema_version"] <= SCHEMA_VERSION and not (
-            isinstance(header["metadata"], dict)
-            and all(0 <= size < 2**15 for size in header["experts_shape"])
-        ):
-            raise ValueError
+        is_newer = header["schema_version"] > SCHEMA_VERSION
+        # The layout of a newer header is not known.
+        if not is_newer:
+            is_valid = isinstance(header["metadata"], dict)
+            if not is_valid or not all(0 <= size < 2**15 for size in header["experts_shape"]):
+                raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"damaged metadata {quoted(value)}.") from None
-    if header["schema_version"] > SCHEMA_VERSION:
+    if is_newer:
         raise ValueError(
             f"schema version {header['schema_version']} is newer than {SCHEMA_VERSION}; update"
             " slime_tis."
@@ -272,23 +316,22 @@ def _header(schema: Any) -> dict[str, Any]:
 def _to_arrow(table: TokenTable) -> Any:
     columns: dict[str, Any] = {}
     for item in SCHEMA:
-        if (column := getattr(table, item.name)) is None:
+        column = getattr(table, item.name)
+        if column is None:
             continue
-        if (
-            item.name in TEXT_COLUMNS
-        ):  # a lone surrogate, which a tokenizer may return, is not UTF-8
-            columns[item.name] = pa.array(
-                [text.encode("utf-8", "replace").decode() for text in column], pa.string()
-            )
+        if item.name in TEXT_COLUMNS:
+            # A tokenizer may return a lone surrogate, which is not UTF-8.
+            texts = [text.encode("utf-8", "replace").decode() for text in column]
+            columns[item.name] = pa.array(texts, pa.string())
         elif item.name in TOKEN_COLUMNS:
-            offsets = table.offsets * int(np.prod(column.shape[1:], dtype=np.int64))
+            token_values = int(np.prod(column.shape[1:], dtype=np.int64))
             columns[item.name] = pa.LargeListArray.from_arrays(
-                pa.array(offsets), pa.array(column.reshape(-1))
+                pa.array(table.offsets * token_values), pa.array(column.reshape(-1))
             )
+        elif item.name == "prompt":
+            columns[item.name] = pa.array(list(column), item.type)
         else:
-            columns[item.name] = pa.array(
-                list(column) if item.name == "prompt" else column, item.type
-            )
+            columns[item.name] = pa.array(column, item.type)
     return pa.table(columns)
 
 
@@ -299,20 +342,19 @@ def _from_arrow(batch: Any, header: dict[str, Any]) -> TokenTable:
         column = batch[name]
         if name in TEXT_COLUMNS:
             columns[name] = tuple(text or "" for text in _texts(column))
-        elif name in SAMPLE_COLUMNS:
+            continue
+        if name in SAMPLE_COLUMNS:
             columns[name] = column.to_numpy(zero_copy_only=False)
-        else:
-            counts, values = (
-                column.value_lengths().to_numpy(),
-                column.flatten().to_numpy(zero_copy_only=False),
-            )
-            shape = header["experts_shape"] if name == "experts" else ()
-            if name == "prompt":
-                columns[name] = (
-                    tuple(np.split(values, np.cumsum(counts)[:-1])) if len(batch) else ()
-                )
-            elif np.array_equal(counts, lengths * int(np.prod(shape, dtype=np.int64))):
-                columns[name] = values.reshape(int(lengths.sum()), *shape)
-            else:
-                raise ValueError(f"{name} and rollout_log_prob differ in length.")
+            continue
+        counts = column.value_lengths().to_numpy()
+        values = column.flatten().to_numpy(zero_copy_only=False)
+        if name == "prompt":
+            # np.split returns one empty piece for a batch without samples.
+            prompts = np.split(values, np.cumsum(counts)[:-1]) if len(batch) else []
+            columns[name] = tuple(prompts)
+            continue
+        shape = header["experts_shape"] if name == "experts" else ()
+        if not np.array_equal(counts, lengths * int(np.prod(shape, dtype=np.int64))):
+            raise ValueError(f"{name} and rollout_log_prob differ in length.")
+        columns[name] = values.reshape(int(lengths.sum()), *shape)
     return TokenTable(offsets=offsets_of(lengths), **columns, metadata=header["metadata"])

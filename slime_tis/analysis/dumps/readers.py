@@ -19,9 +19,8 @@ import yaml
 from torch import Tensor
 
 from slime_tis.analysis.dumps.files import (
-    MAX_EXPANSION,
-    MAX_GROUP_BYTES,
     is_own_parquet,
+    is_too_large,
     parquet_rows,
     parquet_tables,
 )
@@ -44,10 +43,11 @@ PATTERNS = (
     "rank_*.jsonl",
     "*.jsonl",
 )
-"""Dumps in a directory; the first pattern with files is used."""
+"""Patterns of the dumps in a directory. The first one with files is used."""
 NOT_DUMPS = ("metrics.jsonl", "optimizer.pt", "scheduler.pt")
-"""Files of a run or of transformers' checkpoints that have a dump's suffix."""
+"""Files of a run, or of a transformers checkpoint, with the suffix of a dump."""
 PICKLES = (".pkl", ".pickle")
+"""Suffixes of files that are refused with an explanation."""
 NO_PICKLES = (
     "pickles run code and are never loaded. SkyRL's trainer.dump_data_batch writes them; in a"
     " script of your own, load them and write JSONL with train_log_probs, rollout_log_probs and"
@@ -58,25 +58,29 @@ NO_PICKLES = (
 def read(
     path: str | Path, *, max_tokens: int | None = None, max_bytes: int | None = None
 ) -> TokenTable:
-    """The table of a dump, a file or a directory of files of one form.
+    """Returns the table of a dump: a file, or a directory of files in one format.
 
-    Forms: parquet or .pt of this program, a run directory, slime's and miles's
+    Formats: parquet or .pt of this program, a run directory, slime's and miles's
     `--save-debug-train-data`, NeMo-RL's `train_data_step*.jsonl`, prime-rl's `token_exports`,
     verl's generations with log-probs, and JSONL or parquet with the columns train_log_probs,
     rollout_log_probs and loss_mask (docs/dumps.md).
 
-    A directory with dumps of several runs gives one run and a warning: the run of run.json, else of
-    the newest file.
+    If a directory has dumps of several runs, only one run is read, with a warning: the run in
+    run.json, else the run of the newest file.
 
     Args:
         path: The file or directory.
-        max_tokens: Response tokens to keep, a random part of more. Memory is then bounded by twice
-            this number and by one batch of a parquet file or one .pt file. Default: all.
+        max_tokens: Response tokens to keep; from more, random samples are kept. Memory is then
+            bounded by twice this number, and by one batch of a parquet file or one .pt file.
+            Default: all.
         max_bytes: Size of the table, likewise. Bounds the memory of tokens with many experts.
+
+    Raises:
+        ValueError: there is no dump, or it is damaged.
     """
     files = files_of(Path(path))
     run = _run_of(Path(path), files) if len(files) > 1 else None
-    skipped = set()
+    skipped: set[Path] = set()
 
     def tables() -> Iterator[TokenTable]:
         for file in files:
@@ -86,7 +90,7 @@ def read(
                 else:
                     skipped.add(file)
 
-    part = _random_part(tables(), 2**62 if max_tokens is None else max_tokens, max_bytes)
+    part = _random_part(tables(), max_tokens, max_bytes)
     if skipped:
         print(
             f"warning: {quoted_path(path)} has dumps of several runs; {len(skipped)} of"
@@ -100,30 +104,35 @@ def read(
 
 
 def _run_of(path: Path, files: Sequence[Path]) -> str | None:
-    """The identity of the run to read: the run directory's, else the newest file's."""
+    """The identity of the run to read: that in run.json, else that of the newest file."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         return str(json.loads((path / "run.json").read_text(encoding="utf-8"))["run"])
-    newest_first = sorted(files, key=lambda file: -file.stat().st_mtime_ns)
-    return next(
-        (table.metadata.get("run") for file in newest_first for table in tables_of(file)), None
-    )
+    for file in sorted(files, key=lambda file: -file.stat().st_mtime_ns):
+        for table in tables_of(file):  # a file may have no table
+            return table.metadata.get("run")
+    return None
 
 
 def _random_part(
-    tables: Iterator[TokenTable], max_tokens: int, max_bytes: int | None
+    tables: Iterator[TokenTable], max_tokens: int | None, max_bytes: int | None
 ) -> TokenTable | None:
-    """A uniform random part of the samples of several tables: the samples with the lowest random numbers.
+    """A uniform random part of the samples in several tables; None without tables.
 
-    `metadata["sampled"]` has the totals if samples were discarded. None without tables.
+    Each sample gets a random number, and the lowest numbers are kept. This needs one pass, without
+    the total in advance. `metadata["sampled"]` has the totals if samples were discarded.
     """
+    if max_tokens is None:
+        max_tokens = 2**62
     chance = np.random.default_rng(0)
     kept: list[TokenTable] = []
     priorities: list[Column] = []
     bound = np.inf  # lowest number of a discarded sample
-    samples = tokens = 0
+    samples = 0
+    tokens = 0
     for table in tables:
         priority = chance.random(len(table))
-        samples, tokens = samples + len(table), tokens + table.tokens
+        samples += len(table)
+        tokens += table.tokens
         if max_bytes is not None and table.tokens:
             max_tokens = min(max_tokens, max_bytes * table.tokens // table.nbytes)
         chosen = np.flatnonzero(priority < bound)
@@ -134,40 +143,42 @@ def _random_part(
     if tokens <= max_tokens:
         return TokenTable.concatenate(kept) if kept else None
     (table,), _, _ = _thinned(kept, priorities, max_tokens)
-    return replace(
-        table, metadata={**table.metadata, "sampled": {"samples": samples, "tokens": tokens}}
-    )
+    totals = {"samples": samples, "tokens": tokens}
+    return replace(table, metadata={**table.metadata, "sampled": totals})
 
 
 def _thinned(
     tables: Sequence[TokenTable], priorities: Sequence[Column], max_tokens: int
 ) -> tuple[list[TokenTable], list[Column], float]:
-    """The samples of the lowest numbers as one table, their numbers, and the lowest number of the others."""
-    table, priority = TokenTable.concatenate(tables), np.concatenate(priorities)
+    """The samples with the lowest numbers as one table, these numbers, and the lowest other number."""
+    table = TokenTable.concatenate(tables)
+    priority = np.concatenate(priorities)
     chosen = lowest_priorities(priority, table.response_length, max_tokens)
-    return (
-        [table.select(chosen)],
-        [priority[chosen]],
-        np.delete(priority, chosen).min(initial=np.inf),
-    )
+    lowest_other = np.delete(priority, chosen).min(initial=np.inf)
+    return [table.select(chosen)], [priority[chosen]], lowest_other
 
 
 def dump_files(path: Path) -> list[Path]:
-    """The dumps in a directory, in the order of the numbers in their names; empty if it has none."""
-    for candidates in (files_of_run(path), *(path.glob(pattern) for pattern in PATTERNS)):
-        files = [file for file in candidates if file.is_file() and file.name not in NOT_DUMPS]
+    """Returns the dumps in a directory, sorted by the numbers in their names; empty without dumps."""
+    candidates = [files_of_run(path)]
+    candidates += [list(path.glob(pattern)) for pattern in PATTERNS]
+    for matches in candidates:
+        files = [file for file in matches if file.is_file() and file.name not in NOT_DUMPS]
         if files:
-            return sorted(
-                files, key=lambda file: (list(map(int, re.findall(r"\d+", file.name))), str(file))
-            )
+            return sorted(files, key=_numbers_in_name)
     return []
 
 
+def _numbers_in_name(file: Path) -> tuple[list[int], str]:
+    """Sorts 10.pt after 9.pt."""
+    return list(map(int, re.findall(r"\d+", file.name))), str(file)
+
+
 def files_of(path: Path) -> list[Path]:
-    """The files of a dump, which is a file or a directory.
+    """Returns the files of a dump, which is a file or a directory.
 
     Raises:
-        ValueError: There are none.
+        ValueError: there is no such file, or the directory has no dumps.
     """
     if path.is_file():
         if path.suffix in PICKLES:
@@ -181,11 +192,8 @@ def files_of(path: Path) -> list[Path]:
         raise ValueError(f"there is no file or directory {quoted_path(path)}.")
     if files := dump_files(path):
         return files
-    if any(
-        file.suffix in PICKLES
-        for folder in (path, path / "dumped_data")
-        for file in folder.glob("*.p*")
-    ):
+    possible_pickles = [*path.glob("*.p*"), *path.glob("dumped_data/*.p*")]
+    if any(file.suffix in PICKLES for file in possible_pickles):
         raise ValueError(f"{quoted_path(path)} has no dumps, but pickles: {NO_PICKLES}")
     if any(path.glob("rollout/*/*.jsonl")):
         raise ValueError(
@@ -200,7 +208,11 @@ def files_of(path: Path) -> list[Path]:
 
 
 def options_of_run(run: Path) -> dict[str, Any]:
-    """The options in a run's config.yaml; none without the file."""
+    """Returns the options in a run's config.yaml; none without the file.
+
+    Raises:
+        ValueError: the file is not YAML.
+    """
     try:
         options = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -211,30 +223,39 @@ def options_of_run(run: Path) -> dict[str, Any]:
 
 
 def files_of_run(run: Path) -> list[Path]:
-    """Files of --save-debug-train-data in a run's config.yaml, where the run wrote them or moved with the run."""
+    """Returns the dumps of a run, named by --save-debug-train-data in its config.yaml.
+
+    If they are not where the run wrote them, they may have moved together with its directory.
+    """
     option = options_of_run(run).get("save_debug_train_data")
     if not isinstance(option, str):
         return []
     pattern = Path(re.sub(r"\{(rollout_id|rank)\}", "*", option)).absolute()
-    moved = (run.absolute() / pattern.parent.name / pattern.name, run.absolute() / pattern.name)
-    matches = (
-        Path(path.anchor).glob(str(path.relative_to(path.anchor))) for path in (pattern, *moved)
-    )
-    return next((files for files in map(list, matches) if files), [])
+    in_folder = run.absolute() / pattern.parent.name / pattern.name
+    in_run = run.absolute() / pattern.name
+    for path in (pattern, in_folder, in_run):
+        # Path.glob takes only relative patterns.
+        files = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        if files:
+            return files
+    return []
 
 
 def tables_of(path: Path) -> Iterator[TokenTable]:
-    """The tables of a file, some samples each."""
+    """Yields the tables of a file, some samples each."""
     if path.suffix == ".pt":
         yield slime_table(path)
     elif path.suffix != ".parquet":
         yield from _tables(json_lines(path), path)
     else:
         try:
-            own = is_own_parquet(path)
+            is_own = is_own_parquet(path)
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
-        yield from parquet_tables(path) if own else _tables(parquet_rows(path), path)
+        if is_own:
+            yield from parquet_tables(path)
+        else:
+            yield from _tables(parquet_rows(path), path)
 
 
 def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[TokenTable]:
@@ -249,7 +270,8 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
             raise ValueError(f"{where} {error}") from error
         if tokens >= CHUNK_TOKENS:
             yield _table(parts, form, path)
-            parts, tokens = [], 0
+            parts = []
+            tokens = 0
         parts.append(part)
         tokens += len(part.rollout_log_prob) + len(part.text or "") + len(part.prompt_text or "")
     if form is not None:
@@ -270,44 +292,37 @@ def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTa
 
 
 def slime_table(path: Path) -> TokenTable:
-    """The table of a `.pt` file in slime's layout, of this program, slime or miles.
+    """Returns the table of a `.pt` file in slime's layout, from this program, slime or miles.
 
     Source: THUDM/slime, slime/observability/train_data_utils.py, save_debug_train_data:
     format_version 2 has a list of samples. Earlier versions, and radixark/miles,
     miles/utils/train_dump_utils.py, have a dict of lists "rollout_data". Log-probs cover the
-    response; `log_probs` are the training engine's before the rollout's first step.
+    response; the training engine computed `log_probs` before the rollout's first step.
+
+    Raises:
+        ValueError: the file is damaged, needs too much memory, or lacks log-probs.
     """
-    try:
-        file_bytes = path.stat().st_size
-        with zipfile.ZipFile(path) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > file_bytes:
-                raise ValueError("entries larger than the file")
-        content = load_tensors(path)
-    except UnsafeFile as error:
-        raise ValueError(f"{error}.") from None
-    except Exception as error:  # unpickling a damaged file may raise anything
-        raise ValueError(
-            f"{path} cannot be read as a dump of slime's form: {first_line(error)}."
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} holds a {type(content).__name__}, but a dump of slime's form is a dict."
-        )
-    own = content.get("metadata")
-    metadata = own if isinstance(own, dict) else {"source": SLIME.source, **SLIME.metadata}
+    content = _load_pt(path)
+    file_bytes = path.stat().st_size
+    metadata = content.get("metadata")  # only this program's dumps have it
+    if not isinstance(metadata, dict):
+        metadata = {"source": SLIME.source, **SLIME.metadata}
     parts: list[SampleParts] = []
-    where, size = "", 0
+    size = 0
+    where = ""
     try:
-        samples = (
-            content["samples"] if "samples" in content else _transposed(content["rollout_data"])
-        )
+        if "samples" in content:
+            samples = content["samples"]
+        else:
+            samples = _transposed(content["rollout_data"])
         for index, sample in enumerate(samples):
             where = f", sample {index}"
-            parts.append(SLIME.parts({"step": content.get("rollout_id"), **sample}, path))
-            size += sum(
-                value.nbytes for value in vars(parts[-1]).values() if isinstance(value, np.ndarray)
-            )
-            if size > max(MAX_GROUP_BYTES, MAX_EXPANSION * file_bytes):
+            part = SLIME.parts({"step": content.get("rollout_id"), **sample}, path)
+            parts.append(part)
+            arrays = [value for value in vars(part).values() if isinstance(value, np.ndarray)]
+            size += sum(array.nbytes for array in arrays)
+            # Tensors may be views of one small storage, for example expanded ones.
+            if is_too_large(size, file_bytes):
                 raise ValueError(f"needs {size >> 20} MiB of memory with the samples before it")
         where = ""
         return TokenTable.from_parts(parts, metadata)
@@ -326,11 +341,33 @@ def slime_table(path: Path) -> TokenTable:
         raise ValueError(f"{path}{where} {first_line(error)}.") from error
 
 
+def _load_pt(path: Path) -> dict[str, Any]:
+    """The content of a `.pt` file, without running its code."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch.save does not compress, so larger entries are a decompression bomb.
+            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                raise ValueError("entries larger than the file")
+        content = load_tensors(path)
+    except UnsafeFile as error:
+        raise ValueError(f"{error}.") from None
+    except Exception as error:  # unpickling a damaged file may raise anything
+        raise ValueError(
+            f"{path} cannot be read as a dump in slime's format: {first_line(error)}."
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}, but a dump in slime's format is a dict."
+        )
+    return content
+
+
 def _transposed(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One dict per sample, from lists with one entry per sample."""
-    samples = len(data["response_lengths"])
-    lists = {
-        key: values for key, values in data.items() if isinstance(values, list | tuple | Tensor)
-    }
-    columns = {key: values for key, values in lists.items() if len(values) == samples}
-    return [{key: values[index] for key, values in columns.items()} for index in range(samples)]
+    samples: list[dict[str, Any]] = [{} for _ in range(len(data["response_lengths"]))]
+    for key, values in data.items():
+        # Other entries describe the complete rollout.
+        if isinstance(values, list | tuple | Tensor) and len(values) == len(samples):
+            for sample, value in zip(samples, values, strict=True):
+                sample[key] = value
+    return samples
