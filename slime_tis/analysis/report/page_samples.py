@@ -56,7 +56,7 @@ def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
     """
     directory = hf_checkpoint
     if not directory and table is not None:
-        directory = table.metadata.get("tokenizer")
+        directory = table.metadata.get("tokenizer") or ""
     if not directory:
         return None
     from tokenizers import Tokenizer
