@@ -1,6 +1,6 @@
-"""Servers that are started, watched and stopped: a small server instead of SGLang's module of the same name."""
+"""Starts, watches and stops servers; a small server takes the place of SGLang's module."""
 
-import json
+import argparse
 import os
 import signal
 import socket
@@ -8,9 +8,13 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -76,47 +80,84 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(autouse=True)
-def fake_sglang(tmp_path, monkeypatch):
-    package = tmp_path / "packages/sglang"
-    package.mkdir(parents=True)
+@pytest.fixture(scope="module", autouse=True)
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with the small server as the package sglang, which the servers' Python imports."""
+    directory = tmp_path_factory.mktemp("packages")
+    package = directory / "sglang"
+    package.mkdir()
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    monkeypatch.delenv("SGLANG_API_KEY", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(directory))
+        patch.delenv("SGLANG_API_KEY", raising=False)
+        yield directory
+
+
+def launched_servers(log_dir: Path, *flags: str, count: int = 1, **options: Any) -> LaunchedServers:
+    port = 21000 + os.getpid() % 4000 * 2
+    settings = {"sglang_startup_timeout": 30.0, "sglang_base_port": port, **options}
+    config = SGLangConfig(sglang_launch=count, sglang_server_args=flags or None, **settings)
+    return LaunchedServers(config, "the/model", log_dir)
 
 
 @pytest.fixture
-def servers(tmp_path):
+def servers(tmp_path: Path) -> Iterator[Callable[..., LaunchedServers]]:
     with ExitStack() as stack:
 
-        def make(*flags, count=1, **options):
-            port = 21000 + os.getpid() % 4000 * 2
-            settings = {"sglang_startup_timeout": 30.0, "sglang_base_port": port, **options}
-            config = SGLangConfig(sglang_launch=count, sglang_server_args=flags or None, **settings)
-            launched = LaunchedServers(config, "the/model", tmp_path / "logs")
+        def make(*flags: str, **options: Any) -> LaunchedServers:
+            launched = launched_servers(tmp_path / "logs", *flags, **options)
             stack.callback(launched.stop)
             return launched
 
         yield make
 
 
-def facts(url):
+@dataclass(frozen=True)
+class RunningServers:
+    """Two servers that answer, and their facts."""
+
+    launched: LaunchedServers
+    logs: list[Path]
+    facts: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServers]:
+    directory = tmp_path_factory.mktemp("logs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "3")
+        patch.setenv("MASTER_PORT", "29500")
+        patch.setenv("TORCHELASTIC_RUN_ID", "x")
+        patch.setenv("KEPT", "yes")
+        launched = launched_servers(directory, "--delay", "0.3", "--unwell", "0.5", count=2)
+    try:
+        launched.start()
+        yield RunningServers(
+            launched=launched,
+            logs=[directory / "sglang_0.log", directory / "sglang_1.log"],
+            facts=[facts(url) for url in launched.urls],
+        )
+    finally:
+        launched.stop()
+
+
+def facts(url: str) -> dict[str, Any]:
+    """The server's process id, arguments, import path, environment and children."""
     return httpx.get(f"{url}/any", trust_env=False).json()
 
 
-def wait_until_gone(*pids):
-    wait_until(
-        lambda: (
-            not any(
-                psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids
-            )
-        )
-    )
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
 
 
-def wait_for(url):
-    def answers():
+def wait_until_gone(*pids: int) -> None:
+    for pid in pids:
+        wait_until(lambda: not is_running(pid))  # noqa: B023  # called at once
+
+
+def wait_for(url: str) -> None:
+    def answers() -> bool:
         try:
             return httpx.get(url, trust_env=False) is not None
         except httpx.HTTPError:
@@ -125,154 +166,244 @@ def wait_for(url):
     wait_until(answers)
 
 
-def poll_until(started, enough):
-    reported = []
-    wait_until(lambda: reported.extend(started.poll()) or enough(reported))
-    return reported
+def poll_until(started: LaunchedServers, enough: Callable[[list[str]], bool]) -> list[str]:
+    """Polls until the messages are enough, and returns them."""
+    messages: list[str] = []
+
+    def is_enough() -> bool:
+        messages.extend(started.poll())
+        return enough(messages)
+
+    wait_until(is_enough)
+    return messages
 
 
-def test_start_and_stop(servers, tmp_path, monkeypatch):
-    for name, value in {
-        "RANK": "3",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "x",
-        "KEPT": "yes",
-    }.items():
-        monkeypatch.setenv(name, value)
-    started = servers("--delay", "0.3", "--unwell", "0.5", "--family", count=2)
-    urls = started.start()
-    found = [facts(url) for url in urls]
-    ports = [url.rsplit(":")[-1] for url in urls]
-    for each, port, log in zip(found, ports, ("sglang_0.log", "sglang_1.log"), strict=True):
-        assert each["argv"][1:7] == [
-            "--model-path",
-            "the/model",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            port,
-        ]
-        assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(each["environ"])
-        assert each["environ"]["KEPT"] == "yes"
-        assert not [path for path in each["path"] if path.endswith("rollout/sglang")]
-        assert "server_args=" in (tmp_path / "logs" / log).read_text()
-        assert stat.S_IMODE((tmp_path / "logs" / log).stat().st_mode) == 0o600
-        assert os.getpgid(each["pid"]) not in (os.getpid(), os.getpgid(0))
-    assert started.poll() == [] and started.restarts == 0
+both = pytest.mark.parametrize("index", [0, 1], ids=["first server", "second server"])
+
+
+@both
+def test_a_server_gets_the_model_and_its_address(running, index):
+    port = running.launched.urls[index].rsplit(":")[-1]
+    assert running.facts[index]["argv"][1:7] == [
+        "--model-path",
+        "the/model",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
+
+
+@both
+def test_servers_do_not_see_the_variables_of_torchrun(running, index):
+    environment = running.facts[index]["environ"]
+    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environment)
+
+
+@both
+def test_servers_get_the_other_variables(running, index):
+    assert running.facts[index]["environ"]["KEPT"] == "yes"
+
+
+@both
+def test_servers_do_not_import_the_supervisors_modules(running, index):
+    assert not [path for path in running.facts[index]["path"] if path.endswith("engines/sglang")]
+
+
+@both
+def test_the_output_is_in_the_log(running, index):
+    assert "server_args=" in running.logs[index].read_text()
+
+
+@both
+def test_only_the_user_can_read_the_log(running, index):
+    assert stat.S_IMODE(running.logs[index].stat().st_mode) == 0o600
+
+
+@both
+def test_a_server_has_a_separate_process_group(running, index):
+    group = os.getpgid(running.facts[index]["pid"])
+    assert group not in (os.getpid(), os.getpgid(0))
+
+
+def test_healthy_servers_are_not_restarted(running):
+    assert running.launched.poll() == []
+    assert running.launched.restarts == 0
+
+
+def test_stop_ends_servers_with_their_children(servers):
+    started = servers("--family", count=2)
+    started.start()
+    pids = []
+    for url in started.urls:
+        server = facts(url)
+        pids += [server["pid"], *server["family"]]
+    assert len(pids) == 4
     started.stop()
-    wait_until_gone(*(pid for each in found for pid in (each["pid"], *each["family"])))
+    wait_until_gone(*pids)
+
+
+def test_stop_may_be_called_twice(servers):
+    started = servers()
+    started.start()
     started.stop()
+    started.stop()
+    assert not started.servers[0].is_running
 
 
-def test_early_death_is_reported_with_the_end_of_the_log(servers, tmp_path):
+def test_an_early_death_quotes_the_end_of_the_log(servers, tmp_path):
     log = tmp_path / "logs/sglang_0.log"
     log.parent.mkdir()
     log.write_text("of an earlier run\n")
     started = servers("--say", "RuntimeError: no such model")
-    with pytest.raises(RolloutUnavailable) as lost:
+    with pytest.raises(RolloutUnavailable) as error:
         started.start()
-    message = str(lost.value)
+    message = str(error.value)
     assert message.startswith(
         f"the SGLang server at {started.urls[0]} ended before it was up, with exit status 7; "
     )
-    assert message.endswith("| RuntimeError: no such model") and "earlier" not in message
+    assert message.endswith("| RuntimeError: no such model")
+    assert "earlier" not in message
 
 
-def test_servers_that_do_not_come_up(servers):
+def test_a_server_that_is_not_healthy_in_time_is_reported(servers):
     started = servers("--unwell", "60", sglang_startup_timeout=1.0)
     message = (
         r"is not up after --sglang-startup-timeout 1 s; its log .* (ends: server_args=|is empty)"
     )
     with pytest.raises(RolloutUnavailable, match=message):
         started.start()
+
+
+def test_a_python_that_does_not_run_is_reported(servers):
     with pytest.raises(RolloutUnavailable, match="does not run"):
         servers(sglang_python="/no/python").start()
 
 
-def test_death_and_new_start(servers, tmp_path):
+def test_a_server_that_dies_is_restarted(servers, tmp_path):
     started = servers("--family", count=2)
-    urls = started.start()
-    before = [facts(url) for url in urls]
+    started.start()
+    url = started.urls[0]
+    before = [facts(url) for url in started.urls]
     os.kill(before[0]["pid"], signal.SIGKILL)
-    (message,) = poll_until(started, lambda reported: started.restarts == 1)
+    (message,) = poll_until(started, lambda messages: started.restarts == 1)
     restarted = (
-        f"the SGLang server at {urls[0]} ended with exit status 137 and is restarted (1 of 3); its"
-        " log "
+        f"the SGLang server at {url} ended with exit status 137 and is restarted (1 of 3); its log "
     )
     assert message.startswith(restarted)
     wait_until_gone(before[0]["family"][0])
-    wait_for(urls[0])
-    after = [facts(url) for url in urls]
-    assert after[0]["pid"] != before[0]["pid"] and after[1]["pid"] == before[1]["pid"]
+    wait_for(url)
+    assert facts(url)["pid"] != before[0]["pid"]
+    assert facts(started.urls[1])["pid"] == before[1]["pid"]
     assert (tmp_path / "logs/sglang_0.log").read_text().count("server_args=") == 2
 
 
-def test_given_up_after_three_restarts(servers, monkeypatch):
-    started = servers(sglang_startup_timeout=60.0)
-    started.start()
-    now = time.monotonic()
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
-    started.servers[0].command += ["--say", "broken"]
-    os.kill(facts(started.urls[0])["pid"], signal.SIGKILL)
-    reported = []
-    for wait in (1, 2, 4):
-        reported += poll_until(started, bool)
-        now += wait - 0.01
-        assert started.poll() == [] and started.restarts == len(reported) - 1, (
-            "no new start before it is due"
-        )
-        now += 0.01
-        assert started.poll() == [] and started.restarts == len(reported)
-    reported += poll_until(started, bool)
-    assert [message.split("(")[-1][:6] for message in reported[:3]] == [
-        "1 of 3",
-        "2 of 3",
-        "3 of 3",
-    ]
-    assert "is not restarted after 3 restarts" in reported[3]
-    assert reported[3].endswith("| broken")
-    now += 1000.0
-    assert started.poll() == [] and started.restarts == 3
-    monkeypatch.undo()
+@dataclass
+class Restarts:
+    """The restarts of a server that fails at once, with a clock that the test sets."""
+
+    launched: LaunchedServers
+    messages: list[str]
+    early: list[int]
+    """Restarts shortly before each restart is due."""
+    due: list[int]
+    """Restarts when each restart is due."""
+    last: int
+    """Restarts long after the last message."""
+
+
+@pytest.fixture(scope="module")
+def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
+    started = launched_servers(tmp_path_factory.mktemp("logs"), sglang_startup_timeout=60.0)
+    try:
+        started.start()
+        now = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+            started.servers[0].command += ["--say", "broken"]
+            os.kill(facts(started.urls[0])["pid"], signal.SIGKILL)
+            messages = []
+            early = []
+            due = []
+            for wait in (1, 2, 4):
+                messages += poll_until(started, bool)
+                now += wait - 0.01
+                messages += started.poll()
+                early.append(started.restarts)
+                now += 0.01
+                messages += started.poll()
+                due.append(started.restarts)
+            messages += poll_until(started, bool)
+            now += 1000.0
+            messages += started.poll()
+        yield Restarts(started, messages, early, due, last=started.restarts)
+    finally:
+        started.stop()
+
+
+def test_restarts_wait_1_s_then_2_s_then_4_s(restarts):
+    assert restarts.early == [0, 1, 2]
+    assert restarts.due == [1, 2, 3]
+
+
+def test_messages_count_the_restarts(restarts):
+    counts = [message.split("(")[-1][:6] for message in restarts.messages[:3]]
+    assert counts == ["1 of 3", "2 of 3", "3 of 3"]
+
+
+def test_a_server_is_given_up_after_three_restarts(restarts):
+    assert len(restarts.messages) == 4
+    assert "is not restarted after 3 restarts" in restarts.messages[3]
+    assert restarts.messages[3].endswith("| broken")
+    assert restarts.last == 3
 
 
 def test_a_server_that_ignores_sigterm_is_killed(servers, monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.5)
     started = servers("--stubborn", "--family")
-    (url,) = started.start()
-    found = facts(url)
+    started.start()
+    server = facts(started.urls[0])
     started.stop()
-    wait_until_gone(found["pid"], found["family"][0])
+    wait_until_gone(server["pid"], server["family"][0])
 
 
-def start_and_wait(directory, url):
-    os.environ["PYTHONPATH"] = str(directory / "packages")
+def start_and_wait(packages: Path, log_dir: Path, url: Connection) -> None:
+    os.environ["PYTHONPATH"] = str(packages)
     config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
-    url.send(LaunchedServers(config, "m", directory).start()[0])
+    launched = LaunchedServers(config, "m", log_dir)
+    launched.start()
+    url.send(launched.urls[0])
     signal.pause()
 
 
-def test_servers_end_with_this_program(tmp_path):
-    ours, theirs = fork_server().Pipe(duplex=False)
-    program = fork_server().Process(target=start_and_wait, args=(tmp_path, theirs))
+def test_servers_end_with_this_program(packages, tmp_path):
+    receiver, sender = fork_server().Pipe(duplex=False)
+    program = fork_server().Process(target=start_and_wait, args=(packages, tmp_path, sender))
     program.start()
-    found = facts(ours.recv())
+    server = facts(receiver.recv())
     program.kill()
     program.join()
-    wait_until_gone(found["pid"])
+    wait_until_gone(server["pid"])
 
 
-def test_ports_in_use_are_passed_over(tmp_path):
+def test_ports_in_use_are_skipped():
     first = free_ports(25000, 1)[0]
     with socket.create_server(("0.0.0.0", first)), socket.create_server(("127.0.0.1", first + 2)):
-        found = free_ports(first, 2)
-        assert found[0] == first + 1 and found[1] > first + 2
+        ports = free_ports(first, 2)
+    assert ports[0] == first + 1
+    assert ports[1] > first + 2
+
+
+def test_no_ports_are_needed_without_servers():
     assert free_ports(65535, 0) == []
+
+
+def test_too_few_free_ports_are_refused():
     with pytest.raises(ValueError, match="--sglang-base-port is 65535"):
         free_ports(65535, 2)
 
 
-def test_an_answer_of_another_program_is_not_taken_for_the_servers(servers):
+def test_an_answer_of_another_program_is_refused(servers):
     started = servers("--delay", "60")
     other = [
         sys.executable,
@@ -293,27 +424,62 @@ def test_an_answer_of_another_program_is_not_taken_for_the_servers(servers):
         process.wait()
 
 
-def test_secrets_are_in_no_list_of_processes_and_no_log(servers, tmp_path, monkeypatch):
-    for name in ("MY_KEY", "SGLANG_ADMIN_API_KEY", "PASSWORD"):
-        monkeypatch.setenv(name, f"{SECRET}-{name}")
+@dataclass(frozen=True)
+class SecretRun:
+    """A server with keys and a password in its environment."""
+
+    launched: LaunchedServers
+    argv: list[str]
+    """The server's arguments in its memory."""
+    words: list[str]
+    """Command lines in the list of processes."""
+    log: str
+
+
+@pytest.fixture(scope="module")
+def secret_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecretRun]:
+    directory = tmp_path_factory.mktemp("logs")
     flags = ("--family", "--ssl-keyfile-password-env", "PASSWORD", "--say-env=NO_SUCH_VARIABLE")
-    started = servers(*flags, sglang_api_key_env="MY_KEY")
-    (url,) = started.start()
-    assert facts(url)["argv"][8:] == [
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MY_KEY", "SGLANG_ADMIN_API_KEY", "PASSWORD"):
+            patch.setenv(name, f"{SECRET}-{name}")
+        started = launched_servers(directory, *flags, sglang_api_key_env="MY_KEY")
+    try:
+        started.start()
+        process = started.servers[0].process
+        assert process is not None
+        supervisor = psutil.Process(process.pid)
+        words = []
+        for program in (supervisor, *supervisor.children(recursive=True)):
+            words += program.cmdline()
+        argv = facts(started.urls[0])["argv"]
+        yield SecretRun(started, argv, words, (directory / "sglang_0.log").read_text())
+    finally:
+        started.stop()
+
+
+def test_the_server_gets_the_secrets(secret_run):
+    assert secret_run.argv[8:] == [
         f"--ssl-keyfile-password={SECRET}-PASSWORD",
         f"--admin-api-key={SECRET}-SGLANG_ADMIN_API_KEY",
         f"--api-key={SECRET}-MY_KEY",
     ]
-    supervisor = psutil.Process(started.servers[0].process.pid)
-    words = [
-        word for one in (supervisor, *supervisor.children(recursive=True)) for word in one.cmdline()
-    ]
-    assert "--ssl-keyfile-password-env" in words and not [
-        word for word in words if "with-quotes" in word
-    ]
-    log = (tmp_path / "logs/sglang_0.log").read_text()
-    assert "'api_key': " in log and "--api-key=***" in log and "with-quotes" not in log
-    assert SECRET not in repr([vars(server) for server in started.servers])
+
+
+def test_no_list_of_processes_shows_secrets(secret_run):
+    assert "--ssl-keyfile-password-env" in secret_run.words
+    assert not [word for word in secret_run.words if "with-quotes" in word]
+
+
+def test_secrets_are_redacted_in_the_log(secret_run):
+    assert "'api_key': " in secret_run.log
+    assert "--api-key=***" in secret_run.log
+    assert "with-quotes" not in secret_run.log
+
+
+def test_the_launcher_does_not_hold_the_secrets_as_flags(secret_run):
+    command = secret_run.launched.servers[0].command
+    assert not [word for word in command if "with-quotes" in word]
 
 
 GPUS = {
@@ -327,22 +493,25 @@ GPUS = {
 }
 
 
-@pytest.mark.parametrize(("flags", "firsts"), GPUS.values(), ids=GPUS)
-def test_servers_share_the_gpus_out(flags, firsts):
+@pytest.mark.parametrize(("flags", "gpus"), GPUS.values(), ids=GPUS)
+def test_servers_share_the_gpus(flags, gpus):
     config = SGLangConfig(sglang_launch=3, sglang_server_args=flags or None)
-    for index, first in enumerate(firsts):
-        words = server_command(config, "m", index, 1, Path("log"))
-        words = [part for word in words for part in word.split("=")]
-        last = (
-            len(words) - 1 - words[::-1].index("--base-gpu-id")
-            if "--base-gpu-id" in words
-            else None
-        )
-        assert (last and words[last + 1]) == first, json.dumps(words)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--base-gpu-id")
+    first_gpus = []
+    for index in range(3):
+        command = server_command(config, "m", index, 1, Path("log"))
+        options, _ = parser.parse_known_args(command)
+        first_gpus.append(options.base_gpu_id)
+    assert first_gpus == gpus
 
 
-def test_servers_record_experts_where_they_are_replayed():
-    for records, flags in ((True, ("--enable-return-routed-experts",)), (False, None)):
-        sampling = Sampling(max_response_len=1, return_routed_experts=records)
-        settings = SGLangSettings(config=SGLangConfig(sglang_launch=1), sampling=sampling)
-        assert settings.launch_config.sglang_server_args == flags
+@pytest.mark.parametrize(
+    ("records_experts", "flags"),
+    [(True, ("--enable-return-routed-experts",)), (False, None)],
+    ids=["replayed", "not replayed"],
+)
+def test_servers_record_experts_if_they_are_replayed(records_experts, flags):
+    sampling = Sampling(max_response_len=1, return_routed_experts=records_experts)
+    settings = SGLangSettings(config=SGLangConfig(sglang_launch=1), sampling=sampling)
+    assert settings.launch_config.sglang_server_args == flags

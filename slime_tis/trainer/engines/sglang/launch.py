@@ -22,8 +22,11 @@ HOST = "127.0.0.1"
 MAX_RESTARTS = 3
 """Maximum restarts of a server that never ran for the startup timeout."""
 GRACE = 30.0
-LOG_LINES, LOG_BYTES = 8, 4096
-"""Maximum quoted lines of a log, and bytes searched for them."""
+"""Seconds between SIGTERM and SIGKILL."""
+LOG_LINES = 8
+"""Maximum quoted lines of a log."""
+LOG_BYTES = 4096
+"""Bytes at the end of a log that are searched for these lines."""
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 TORCHRUN_NAMES = (
     "RANK",
@@ -49,17 +52,16 @@ class LaunchedServers:
         directory.mkdir(parents=True, exist_ok=True)
         environment = server_environment(config)
         self.servers = []
-        for index, port in enumerate(
-            free_ports(config.sglang_base_port, config.sglang_launch or 0)
-        ):
+        ports = free_ports(config.sglang_base_port, config.sglang_launch or 0)
+        for index, port in enumerate(ports):
             log = directory / f"sglang_{index}.log"
             command = server_command(config, hf_checkpoint, index, port, log)
             self.servers.append(LaunchedServer(port, command, environment, log))
         self.urls = tuple(server.url for server in self.servers)
         """The servers' URLs; restarts keep them."""
 
-    def start(self) -> tuple[str, ...]:
-        """Starts all servers and waits until they answer; returns their URLs."""
+    def start(self) -> None:
+        """Starts all servers and waits until they answer."""
         for server in self.servers:
             server.start()
         deadline = time.monotonic() + self._startup_timeout
@@ -80,7 +82,6 @@ class LaunchedServers:
                         f" {waiting[0].quoted_log()}"
                     )
                 time.sleep(0.2)
-        return self.urls
 
     def poll(self) -> list[str]:
         """Restarts servers that ended, without waiting; returns a message for each. Call it about every second."""
@@ -112,18 +113,24 @@ class LaunchedServer:
     def __init__(
         self, port: int, command: list[str], environment: dict[str, str], log: Path
     ) -> None:
-        self.port, self.url, self.command = port, f"http://{HOST}:{port}", command
+        self.port = port
+        self.url = f"http://{HOST}:{port}"
+        self.command = command
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0
         self.failures = 0
         """Consecutive ends before the startup timeout."""
         self.restart_at: float | None = None
         """Time of the next start; None while the server runs or after the last restart."""
-        self._environment, self._log, self._log_start = environment, log, 0
+        self._environment = environment
+        self._log = log
+        self._log_start = 0
+        """Where the current process began to write; a restarted server appends to its log."""
 
     def start(self) -> None:
         """Starts it; raises RolloutUnavailable if the program does not run."""
-        self.started, self.restart_at = time.monotonic(), None
+        self.started = time.monotonic()
+        self.restart_at = None
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         try:
             self.process = subprocess.Popen(
@@ -135,10 +142,9 @@ class LaunchedServer:
                 start_new_session=True,
             )
         except OSError as error:
-            message = (
+            raise RolloutUnavailable(
                 f"--sglang-python is {self.command[0]!r}, which does not run: {error.strerror}."
-            )
-            raise RolloutUnavailable(message) from error
+            ) from error
 
     @property
     def status(self) -> int | None:
@@ -184,29 +190,31 @@ class LaunchedServer:
 
     def is_up(self, client: httpx.Client) -> bool:
         """Whether the server answers that it is healthy; raises RolloutUnavailable if another program answers."""
-        assert self.process is not None
         try:
             with client.stream("GET", f"{self.url}/health") as response:  # the body is not read
                 if response.status_code != 200:
                     return False
-            own = psutil.Process(self.process.pid)
-            connections = [
-                each
-                for one in [own, *own.children(recursive=True)]
-                for each in one.net_connections("tcp")
-            ]
+            ports = self._listening_ports()
         except httpx.HTTPError:
             return False
         except psutil.Error:  # a process has just ended, or cannot be read
             return self.status is None
-        if not any(
-            each.status == psutil.CONN_LISTEN and each.laddr.port == self.port
-            for each in connections
-        ):
+        if self.port not in ports:
             raise RolloutUnavailable(
                 f"another program answers at {self.url}; choose another --sglang-base-port."
             )
         return True
+
+    def _listening_ports(self) -> set[int]:
+        """TCP ports on which the process or one of its children listens."""
+        assert self.process is not None
+        supervisor = psutil.Process(self.process.pid)
+        ports = set()
+        for process in [supervisor, *supervisor.children(recursive=True)]:
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    ports.add(connection.laddr.port)
+        return ports
 
     def quoted_log(self) -> str:
         """The end of the log, for the end of a message."""
@@ -217,9 +225,9 @@ class LaunchedServer:
         except OSError:
             text = ""
         lines = [line.strip() for line in text.splitlines() if line.strip()][-LOG_LINES:]
-        return f"its log {self._log} " + (
-            f"ends: {one_line(' | '.join(lines), LOG_BYTES)}" if lines else "is empty."
-        )
+        if not lines:
+            return f"its log {self._log} is empty."
+        return f"its log {self._log} ends: {one_line(' | '.join(lines), LOG_BYTES)}"
 
 
 def free_ports(first: int, count: int) -> list[int]:
@@ -245,39 +253,29 @@ def server_command(
     config: SGLangConfig, hf_checkpoint: str | Path, index: int, port: int, log: Path
 ) -> list[str]:
     """The command line of the `index`-th server; it contains the variables of keys, not the keys."""
-    flags = [
-        "--model-path",
-        str(hf_checkpoint),
-        "--host",
-        HOST,
-        "--port",
-        str(port),
-        *_passed_flags(config, index),
-    ]
-    keys = [
-        "--admin-api-key-env",
-        config.sglang_admin_api_key_env,
-        "--api-key-env",
-        config.sglang_api_key_env,
-    ]
-    return [config.sglang_python or sys.executable, supervise.__file__, str(log), *flags, *keys]
+    command = [config.sglang_python or sys.executable, supervise.__file__, str(log)]
+    command += ["--model-path", str(hf_checkpoint)]
+    command += ["--host", HOST]
+    command += ["--port", str(port)]
+    command += _passed_flags(config, index)
+    command += ["--admin-api-key-env", config.sglang_admin_api_key_env]
+    command += ["--api-key-env", config.sglang_api_key_env]
+    return command
 
 
 def server_environment(config: SGLangConfig) -> dict[str, str]:
     """This program's environment without torchrun's variables, with the server Python's programs first in PATH."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN_PREFIXES)
-    }
+    environment = {}
+    for name, value in os.environ.items():
+        if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN_PREFIXES):
+            environment[name] = value
+    # Without it, the log of a server that dies lacks its last lines.
     environment["PYTHONUNBUFFERED"] = "1"
     if not torch.cuda.is_available():
-        environment.setdefault(
-            "SGLANG_USE_CPU_ENGINE", "1"
-        )  # else SGLang requires CUDA despite its flags
-        environment.setdefault(
-            "TORCHDYNAMO_DISABLE", "1"
-        )  # dynamo would compile some routers with triton
+        # Without it, SGLang requires CUDA despite its flags.
+        environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        # Dynamo would compile some routers with triton.
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     if config.sglang_python and os.sep in config.sglang_python:
         programs = os.path.dirname(os.path.abspath(config.sglang_python))
         environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"

@@ -50,7 +50,7 @@ SAFE_POINT_INTERVAL = 1.0
 
 
 class SGLangEngine:
-    """Samples with SGLang servers; see `engine.RolloutEngine`."""
+    """Samples with SGLang servers; see `RolloutEngine`."""
 
     can_checkpoint_weights = False
 
@@ -65,8 +65,11 @@ class SGLangEngine:
     ) -> None:
         """Launches servers if configured, and waits for all servers; a collective."""
         self.weight_version = 0
-        self._settings, self._tokenizer, self._host = settings, tokenizer, host
-        self._run_id, self._num_batches = secrets.token_hex(4), 0
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._host = host
+        self._run_id = secrets.token_hex(4)
+        self._num_batches = 0
         self._unfinished: Groups = []
         self._partial_in_flight = False
         self._stack = ExitStack()
@@ -74,13 +77,14 @@ class SGLangEngine:
         self._limits, self.precision, self.workers = self._rank_zero.run(
             lambda _: self._connect(), host.weights
         )
-        lengths = (self._limits.context_len, self._limits.max_input_len)
-        self.max_context_len = min(
-            (length for length in lengths if length is not None), default=None
-        )
+        limits = (self._limits.context_len, self._limits.max_input_len)
+        lengths = [length for length in limits if length is not None]
+        self.max_context_len = min(lengths, default=None)
 
     def _connect(self) -> tuple[Limits, Precision | None, tuple[str, ...]]:
-        settings, config = self._settings, self._settings.config
+        """Launches and connects on rank 0; a failure closes all that was opened."""
+        settings = self._settings
+        config = settings.config
         config.check_has_servers()
         model = read_model_config(self._host.hf_checkpoint)
         sizes = model_sizes(model)
@@ -120,15 +124,14 @@ class SGLangEngine:
     ) -> SGLangRollout:
         """Starts sampling, or calling the function on rank 0, in the loop of the servers' requests.
 
-        See `engine.RolloutEngine`. Responses without a function use `seed` only with servers that
+        See `RolloutEngine`. Responses without a function use `seed` only with servers that
         take seeds.
         """
         is_partial = num_groups is not None
         if is_partial and self._partial_in_flight:
             raise ValueError("a partial rollout is in flight already; wait for its result first.")
-        calls = resumed_groups(
-            self._unfinished if is_partial else [], prompts, sampling.n_samples, seed
-        )
+        unfinished = self._unfinished if is_partial else []
+        calls = resumed_groups(unfinished, prompts, sampling.n_samples, seed)
         if num_groups is not None and not 0 < num_groups <= len(calls):
             raise ValueError(
                 f"num_groups is {num_groups} but {len(calls)} groups are in flight; submit more"
@@ -136,21 +139,9 @@ class SGLangEngine:
             )
         responses: dict[int, PendingSample] = {}
         if function is None:
+            # On every rank, so that all ranks raise if a prompt is too long.
             sampling = self._limits.with_reported_masks(sampling)
-            responses = {
-                call.number: PendingSample(
-                    prompt_ids=list(call.prompt.token_ids),
-                    answer=Generation.of(call.first_sample()),
-                    max_new_tokens=self._limits.for_prompt(call.prompt, sampling),
-                    seed=seed_of(
-                        hashlib.sha256(
-                            f"{seed} {call.group_index} {call.key.sample}".encode()
-                        ).digest()
-                    ),
-                )
-                for call in chain(*calls)
-                if not call.complete
-            }
+            responses = self._pending_samples(calls, sampling, seed)
             concurrency = max(len(responses), 1)
         rollout = SGLangRollout(self, calls, num_groups, makes_segments=function is not None)
         if self._rank_zero.is_self:
@@ -182,15 +173,36 @@ class SGLangEngine:
 
             rollout.future.add_done_callback(done)
         self._num_batches += 1
-        self._partial_in_flight |= is_partial
+        if is_partial:
+            self._partial_in_flight = True
         return rollout
+
+    def _pending_samples(
+        self, groups: Sequence[Sequence[FunctionCall]], sampling: Sampling, seed: int
+    ) -> dict[int, PendingSample]:
+        """The responses to sample, by the number of the call."""
+        responses: dict[int, PendingSample] = {}
+        for call in chain(*groups):
+            if call.complete:
+                continue
+            key = f"{seed} {call.group_index} {call.key.sample}"
+            responses[call.number] = PendingSample(
+                prompt_ids=list(call.prompt.token_ids),
+                answer=Generation.of(call.first_sample()),
+                max_new_tokens=self._limits.for_prompt(call.prompt, sampling),
+                seed=seed_of(hashlib.sha256(key.encode()).digest()),
+            )
+        return responses
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0) -> Groups:
         """`submit` and its result, in the prompts' order."""
         return self.submit(prompts, sampling, seed).result()
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Sends new weights to the servers; a server that fails is marked down, and gets them when it comes back."""
+        """Sends new weights to the servers; a collective.
+
+        A server that fails is marked down, and gets the weights when it comes back.
+        """
         self._rank_zero.run(
             lambda weights: self._loop.run(self._servers.update_weights(weights, version)), source
         )
@@ -203,7 +215,7 @@ class SGLangEngine:
     def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
     ) -> list[dict[int, float]]:
-        """The likeliest next tokens of each text; see `engine.RolloutEngine`."""
+        """The likeliest next tokens of the texts; see `RolloutEngine`."""
         return self._run(lambda: self._servers.top_log_probs(texts, sampling, count))
 
     def weight_precision(self, name: str) -> Precision | None:
@@ -211,16 +223,21 @@ class SGLangEngine:
         return self.precision if self._rank_zero.is_self else None
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Tensors whose checksum stayed the same, by the URL of each server that returned checksums twice."""
+        """Tensors whose checksums stayed the same, by server URL.
+
+        Only servers that returned checksums now and after the previous update have an entry.
+        """
         return self._run(lambda: self._servers.wrong_weights(sent))
 
     @property
     def http_address(self) -> tuple[str, int] | None:
-        """Host and port of the router, else the first server; see `engine.RolloutEngine`."""
+        """Host and port of the router, else the first server; see `RolloutEngine`."""
         if not self._rank_zero.is_self:
             return None
         url = urlsplit(self._servers.url)
-        return (url.hostname or "", url.port or 80) if url.scheme == "http" else None
+        if url.scheme != "http":
+            return None
+        return url.hostname or "", url.port or 80
 
     def unfinished(self) -> Groups:
         """Aborted groups to resume; a rollout in flight adds its groups when it completes."""
@@ -232,7 +249,9 @@ class SGLangEngine:
 
     def metrics(self) -> dict[str, float]:
         """rollout/sglang_… counts since the start, on rank 0."""
-        metrics = self._servers.metrics() if self._rank_zero.is_self else {}
+        if not self._rank_zero.is_self:
+            return {}
+        metrics = self._servers.metrics()
         return {f"rollout/sglang_{name}": value for name, value in metrics.items()}
 
     def save_weights(self, directory: Path) -> None:
@@ -264,24 +283,33 @@ class SGLangEngine:
         def wait(weights: WeightSource) -> tuple[Groups, Groups]:
             assert rollout.future is not None
             self._wait(rollout.future, weights)
-            complete = list(filter(is_complete, rollout.calls))[: rollout.num_groups]
-            taken = set(map(id, complete))
+            complete: list[list[FunctionCall]] = []
+            others = []
+            for group in rollout.calls:
+                is_taken = rollout.num_groups is None or len(complete) < rollout.num_groups
+                if is_taken and is_complete(group):
+                    complete.append(group)
+                else:
+                    others.append(group)
             groups = numbered(complete)
-            unfinished = numbered([group for group in rollout.calls if id(group) not in taken])
-            for sample in (sample for group in (*groups, *unfinished) for sample in group):
+            unfinished = numbered(others)
+            for sample in chain(*groups, *unfinished):
                 if not rollout.makes_segments:
                     sample.rollout_id = None
+                # Experts are large, and other ranks do not need them: they are not broadcast.
                 if sample.rollout_routed_experts is not None:
                     experts.append((sample, sample.rollout_routed_experts))
                     sample.rollout_routed_experts = None
             return groups, unfinished
 
         is_partial = rollout.num_groups is not None
-        self._partial_in_flight &= not is_partial
+        if is_partial:
+            self._partial_in_flight = False
         groups, unfinished = self._rank_zero.run(wait, self._host.weights)
         for sample, sampled in experts:
             sample.rollout_routed_experts = sampled
-        self._unfinished = unfinished if is_partial else self._unfinished
+        if is_partial:
+            self._unfinished = unfinished
         return groups
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
@@ -294,9 +322,12 @@ class SGLangEngine:
             self._servers.changed.clear()
             self._host.check_interrupts()
             if self._servers.waiting_for_source and not future.done():
-                version = self._host.weights_version
-                number = self.weight_version if version is None else version()
-                self._loop.run(self._servers.update_returned(weights, number))
+                # The source yields the policy's current weights, which may be newer than the last
+                # update.
+                version = self.weight_version
+                if self._host.weights_version is not None:
+                    version = self._host.weights_version()
+                self._loop.run(self._servers.update_returned(weights, version))
         try:
             future.result()
         except CancelledError:
@@ -319,19 +350,29 @@ class SGLangRollout:
     @property
     def progress(self) -> tuple[int, int]:
         """Numbers of complete and of all responses; on rank 0, from any thread."""
-        calls = [call for group in self.calls for call in group]
-        return sum(call.complete for call in calls), len(calls)
+        calls = list(chain(*self.calls))
+        num_complete = sum(call.complete for call in calls)
+        return num_complete, len(calls)
 
     def is_done(self) -> bool:
         """Whether `result` returns samples without waiting; a collective."""
         return self.engine.is_done(self)
 
     def result(self) -> Groups:
-        """Waits for the groups; a collective. Raises RolloutUnavailable without servers or if one refuses a request."""
+        """Waits for the groups; a collective.
+
+        Raises:
+            RolloutUnavailable: No server is left, or a server refuses a request.
+        """
         return self.engine.collect(self)
 
 
 def return_memory() -> None:
-    """Returns the memory of answers to the system. glibc keeps it where samples lie behind: up to 3 times theirs."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    """Returns the memory of freed answers to the system.
+
+    Samples that are kept lie between the freed answers, so glibc would hold up to 3 times their
+    memory. Other C libraries have no `malloc_trim`.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
         trim(0)
