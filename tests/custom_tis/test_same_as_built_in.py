@@ -268,7 +268,7 @@ def test_options_that_a_function_ignores_are_refused(
 
 @pytest.mark.parametrize("path", ["custom_tis.tis.vanilla_tis", "custom_tis.template.soft_tis"])
 def test_global_batch_options_need_an_argument(path: str) -> None:
-    message = r"--rs-second-moment-bound is 0.1 .* no argument second_moment_"
+    message = r"--rs-second-moment-bound is 0.1, .* no argument second_moment_"
     with pytest.raises(CustomFunctionError, match=message):
         load(path, rs_second_moment_bound=0.1)
 
