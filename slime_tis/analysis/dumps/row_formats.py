@@ -1,6 +1,6 @@
-"""The forms of other projects' per-token dumps: which key of a row is which column of the table.
+"""Formats of other projects' per-token dumps: the key of a row for each column of the table.
 
-A row is one sample: a line of JSON, a row of a parquet file, or a sample of slime's `.pt` file.
+A row is one sample: a line of JSON, a row of a parquet file, or a sample in slime's `.pt` file.
 """
 
 import re
@@ -27,12 +27,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """A project's form of a row."""
+    """The format of a project's rows."""
 
     source: str
     """Name of the project in the metadata."""
     identifying_keys: frozenset[str] = frozenset()
-    """Keys that only rows of this form have."""
+    """Keys that only rows in this format have."""
     columns: Mapping[str, str]
     """Key of the row for each column."""
     metadata: Mapping[str, Any]
@@ -40,18 +40,35 @@ class RowFormat:
     prepare: Callable[[dict[str, Any], Path], None] = lambda row, path: None
     """Changes a row in place before its columns are read."""
     has_prompt: bool = False
-    """Whether lists cover prompt and response; the response starts at the first token with a loss
-    mask."""
+    """Whether lists cover prompt and response. The response starts at the first token whose loss
+    mask is not 0."""
 
     def parts(self, row: Row, path: Path) -> SampleParts:
-        """The sample of a row of a file."""
+        """Returns the sample in a row.
+
+        Args:
+            row: The row.
+            path: File of the row; its name may hold the step.
+
+        Raises:
+            ValueError: a required key is missing, or a value has the wrong type or length.
+        """
         row = dict(row)
         self.prepare(row, path)
-        length = None
+        values = self._values(row)
+        if self.has_prompt:
+            values = _without_prompt(values)
+        if "sample_loss_mask" in row and _number(row, "sample_loss_mask") <= 0:
+            values["loss_mask"] = np.zeros(len(values["train_log_prob"]), np.uint8)
+        return SampleParts(**values)
+
+    def _values(self, row: Row) -> dict[str, Any]:
+        """The values of the columns in a row."""
+        required = {"train_log_prob", "rollout_log_prob"}
+        if self.has_prompt:  # the mask separates prompt and response
+            required.add("loss_mask")
+        length = None  # of the training log-probs, which come first
         values: dict[str, Any] = {}
-        required = {"train_log_prob", "rollout_log_prob"} | (
-            {"loss_mask"} if self.has_prompt else set()
-        )
         for column, key in self.columns.items():
             if row.get(key) is None and column not in required:
                 continue
@@ -59,59 +76,59 @@ class RowFormat:
                 values[column] = row[key] if isinstance(row[key], str) else None
             elif column in SAMPLE_COLUMNS:
                 values[column] = _number(row, key, whole=column != "reward")
-            elif column in ("advantage", "rollout_worker") and not isinstance(
-                row[key], list | Tensor
-            ):
+            elif column == "prompt":
+                values[column] = _numbers(row, key)
+            elif column in ("advantage", "rollout_worker") and _is_single(row[key]):
                 values[column] = np.full(length or 0, _number(row, key))
             else:
-                values[column] = _numbers(row, key, None if column == "prompt" else length)
+                values[column] = _numbers(row, key, length)
             length = len(values["train_log_prob"])
-        if self.has_prompt:
-            mask = values["loss_mask"] > 0
-            start = int(mask.argmax()) if mask.any() else len(mask)
-            prompt = values["token"][:start] if "token" in values else None
-            values = {
-                name: value[start:] if name in TOKEN_COLUMNS else value
-                for name, value in values.items()
-            }
-            values["prompt"] = prompt
-            if "rejected" in values:
-                values["rejected"] = (values["rejected"] > 0) & mask[start:]
-        if "sample_loss_mask" in row and _number(row, "sample_loss_mask") <= 0:
-            values["loss_mask"] = np.zeros(len(values["train_log_prob"]), np.uint8)
-        return SampleParts(**values)
+        return values
+
+
+def _is_single(value: Any) -> bool:
+    """Whether a value holds for all tokens of a sample."""
+    return not isinstance(value, list | Tensor)
+
+
+def _without_prompt(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of the response; token ids before it become the prompt."""
+    mask = values["loss_mask"] > 0
+    start = int(mask.argmax()) if mask.any() else len(mask)
+    response = {}
+    for name, value in values.items():
+        response[name] = value[start:] if name in TOKEN_COLUMNS else value
+    response["prompt"] = values["token"][:start] if "token" in values else None
+    if "rejected" in values:
+        response["rejected"] = (response["rejected"] > 0) & mask[start:]
+    return response
 
 
 def _prepare_nemo_rl(row: dict[str, Any], path: Path) -> None:
-    """Every value is a list with one entry; token lists are padded and have `input_lengths` tokens."""
-    keys = (
-        *NEMO_RL_COLUMNS.values(),
-        "rewards",
-        "filtered_rewards",
-        "input_lengths",
-        "sample_loss_mask",
-    )
-    for key in row.keys() & set(keys):
+    """Unpacks lists with one entry, and cuts padded token lists to `input_lengths` tokens."""
+    keys = {*NEMO_RL_COLUMNS.values(), "filtered_rewards", "input_lengths", "sample_loss_mask"}
+    for key in row.keys() & keys:
         if not isinstance(row[key], list) or len(row[key]) != 1:
             raise ValueError(f"has {key} that is not a list with one entry.")
-        (row[key],) = row[key]
+        row[key] = row[key][0]
     length = len(_numbers(row, "prev_logprobs"))
     total = row.get("input_lengths", length)
     if not isinstance(total, int) or not 0 <= total <= length:
         raise ValueError(f"has input_lengths {quoted(total, 40)} but {length} prev_logprobs.")
     if isinstance(row.get("advantages"), list) and len(row["advantages"]) == 1:
-        (row["advantages"],) = row["advantages"]
+        row["advantages"] = row["advantages"][0]  # one advantage for all tokens
     for key in NEMO_RL_COLUMNS.values():
         if isinstance(row.get(key), list):
             _numbers(row, key, length)
             row[key] = row[key][:total]
     row["rewards"] = row.get("filtered_rewards", row.get("rewards"))
     step = re.search(r"train_data_step(\d+)", path.name)
+    # NeMo-RL counts steps from 1, this program the optimizer steps before.
     row["step"] = int(step[1]) - 1 if step else None
 
 
 def _prepare_prime_rl(row: dict[str, Any], path: Path) -> None:
-    """`is_masked` are the tokens that the loss excludes; `rewards` repeats the reward of the sample."""
+    """`is_masked` marks tokens that the loss excludes. `rewards` repeats the sample's reward."""
     if isinstance(row.get("is_masked"), list) and None in row["is_masked"]:
         row["is_masked"] = None
     if row.get("rewards") is not None:
@@ -152,6 +169,7 @@ def _prepare_slime(row: dict[str, Any], path: Path) -> None:
 
 
 PROJECTS = ("plain", "nemo_rl", "prime_rl", "verl")
+"""Order of the keys in COLUMN_KEYS."""
 COLUMN_KEYS = {
     "train_log_prob": ("train_log_probs", "prev_logprobs", "trainer_logprobs", "old_log_probs"),
     "old_log_prob": ("old_log_probs", "", "", ""),
@@ -175,8 +193,7 @@ COLUMN_KEYS = {
     "text": ("response", "", "", "output"),
     "prompt_text": ("prompt_text", "", "", "input"),
 }
-"""Key of a row for each column, in the order of PROJECTS; empty if the project's rows lack the
-column."""
+"""Keys of each column, in the order of PROJECTS; empty if the project lacks the column."""
 
 
 def _columns(project: str) -> dict[str, str]:
@@ -222,26 +239,29 @@ FORMATS = (
         prepare=_prepare_verl,
     ),
 )
-"""Forms of rows; the first whose keys a row has is used."""
+"""Formats of rows. The first one whose identifying keys a row has is used."""
+SLIME_COLUMNS = {
+    name: SLIME_NAMES.get(name, name) for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS, *TEXT_COLUMNS)
+}
+"""slime's key for each column; "prompt" is its key for the text, so ids have another one."""
 SLIME = RowFormat(
     source="slime",
-    columns={"train_log_prob": "train_log_prob"}
-    | {
-        name: SLIME_NAMES.get(name, name)
-        for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS, *TEXT_COLUMNS)
-    }
-    | {"prompt": "prompt_ids"},
+    columns={**SLIME_COLUMNS, "prompt": "prompt_ids"},
     metadata={"old_policy": "recomputed"},
     prepare=_prepare_slime,
 )
-"""Samples of slime's, miles's and this program's `.pt` files."""
+"""Samples in `.pt` files of slime, miles and this program."""
 
 
 def format_of(row: Row) -> RowFormat:
-    """The form of a row."""
-    for known in FORMATS:
-        if known.identifying_keys <= row.keys():
-            return known
+    """Returns the format of a row.
+
+    Raises:
+        ValueError: no format has its keys.
+    """
+    for row_format in FORMATS:
+        if row_format.identifying_keys <= row.keys():
+            return row_format
     hint = "plain rows have train_log_probs, rollout_log_probs and loss_mask."
     if "rollout_log_probs" in row and row.keys() & {"response_ids", "response_length"}:
         hint = (
@@ -255,32 +275,42 @@ def format_of(row: Row) -> RowFormat:
 def _numbers(row: Row, key: str, length: int | None = None) -> Column:
     """A tensor or a list of numbers as an array; null is NaN."""
     values = row.get(key)
-    if isinstance(values, Tensor | np.ndarray):
-        numbers: Column = (
-            values.detach().resolve_conj().numpy() if isinstance(values, Tensor) else values
-        )
-    elif not isinstance(values, list):
-        raise ValueError(f"has {key} that is {quoted(values, 40)} but must be a list of numbers.")
+    if isinstance(values, Tensor):
+        numbers: Column = values.detach().resolve_conj().numpy()
+    elif isinstance(values, np.ndarray):
+        numbers = values
+    elif isinstance(values, list):
+        numbers = _array(values, key)
     else:
-        try:
-            numbers = np.array(values)
-            if numbers.dtype.kind == "O" and all(
-                value is None or isinstance(value, int | float) for value in values
-            ):
-                numbers = np.array(values, np.float64)
-            if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
-                raise ValueError
-        except (ValueError, OverflowError):  # nested lists, text, or huge numbers
-            raise ValueError(f"has {key} with an entry that is not a number of 64 bits.") from None
+        raise ValueError(f"has {key} that is {quoted(values, 40)} but must be a list of numbers.")
     if length is not None and len(numbers) != length:
         raise ValueError(f"has {len(numbers)} entries of {key} but {length} log-probs.")
     return numbers
 
 
+def _array(values: list[Any], key: str) -> Column:
+    """A list of numbers as an array; null is NaN."""
+    try:
+        numbers = np.array(values)
+        # null, or integers beyond 64 bits, give an array of objects.
+        if numbers.dtype.kind == "O" and all(
+            value is None or isinstance(value, int | float) for value in values
+        ):
+            numbers = np.array(values, np.float64)
+        if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
+            raise ValueError
+    except (ValueError, OverflowError):  # nested lists, text, or huge numbers
+        raise ValueError(f"has {key} with an entry that is not a number of 64 bits.") from None
+    return numbers
+
+
 def _number(row: Row, key: str, *, whole: bool = False) -> Any:
-    value = row[key].item() if isinstance(row[key], Tensor) else row[key]
-    if not isinstance(value, int if whole else int | float):
-        raise ValueError(
-            f"has {key} {quoted(value, 40)}, which is not a {'whole ' if whole else ''}number."
-        )
+    """The number of a key; with `whole`, an integer."""
+    value = row[key]
+    if isinstance(value, Tensor):
+        value = value.item()
+    if whole and not isinstance(value, int):
+        raise ValueError(f"has {key} {quoted(value, 40)}, which is not a whole number.")
+    if not isinstance(value, int | float):
+        raise ValueError(f"has {key} {quoted(value, 40)}, which is not a number.")
     return value

@@ -1,4 +1,4 @@
-"""One row per response token: log-probs of the training and the rollout engine, and what the correction did.
+"""One row per response token: log-probs of both engines, and the effects of the correction.
 
 Shapes: suffix _N the tokens of all samples, one sample after another; _S the samples.
 """
@@ -41,7 +41,7 @@ TOKEN_COLUMNS: dict[str, type] = {
     "turn": np.int32,
     "experts": np.int32,
 }
-"""Token columns and their types; experts are [N, layers, k], the others [N]."""
+"""Token columns with their types. Experts are [N, layers, k], all others [N]."""
 SAMPLE_COLUMNS: dict[str, type] = {
     "step": np.int32,
     "sample_index": np.int32,
@@ -49,31 +49,36 @@ SAMPLE_COLUMNS: dict[str, type] = {
     "reward": np.float32,
     "truncated": np.uint8,
 }
-"""Numeric sample columns, [S], and their types."""
+"""Numeric sample columns, [S], with their types."""
 TEXT_COLUMNS = ("text", "prompt_text")
 """Sample columns of text."""
 OBJECT_COLUMNS: dict[str, Any] = {"text": "", "prompt_text": "", "prompt": np.zeros(0, np.int32)}
-"""Sample columns that are tuples, and the entry of a sample without a value."""
+"""Sample columns that are tuples, with the entry of a sample that has no value."""
 COLUMNS: dict[str, type] = TOKEN_COLUMNS | SAMPLE_COLUMNS | dict.fromkeys(OBJECT_COLUMNS, object)
 METADATA: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("source", "run", "precision", "rollout_precision", "tokenizer", "old_policy"), str
-    ),
-    **dict.fromkeys(("flags", "policy", "sampled"), dict),
+    "source": str,
+    "run": str,
+    "precision": str,
+    "rollout_precision": str,
+    "tokenizer": str,
+    "old_policy": str,
+    "flags": dict,
+    "policy": dict,
+    "sampled": dict,
     "temperature": (int, float),
     "num_experts": int,
     "replays_experts": bool,
     "criteria": list,
     "workers": list,
 }
-"""Metadata keys that this program reads, and the types of their values."""
+"""Metadata keys that this program reads, with the types of the values."""
 MISSING: dict[type, float] = {np.float32: float("nan"), np.int32: -1, np.uint8: 0}
-"""Value of a sample without a column that other samples have; 0 in `rejected`."""
+"""Value of a sample that lacks a column of other samples. In `rejected`, it is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleParts:
-    """One sample: its columns of `TokenTable`, as sequences with one entry per response token or as single values."""
+    """The columns of one sample: one entry per response token, or single values."""
 
     train_log_prob: Sequence[float] | Column
     rollout_log_prob: Sequence[float] | Column
@@ -200,12 +205,12 @@ class TokenTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns, one byte per character of text."""
-        columns = (getattr(self, item.name) for item in fields(self))
-        numbers = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
-        numbers += sum(prompt.nbytes for prompt in self.prompt or ())
-        return numbers + sum(
-            len(text) for name in TEXT_COLUMNS for text in getattr(self, name) or ()
-        )
+        arrays = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
+        arrays += self.prompt or ()
+        size = sum(array.nbytes for array in arrays)
+        for texts in (self.text, self.prompt_text):
+            size += sum(map(len, texts or ()))
+        return size
 
     @property
     def response_length(self) -> Int32:
@@ -220,9 +225,8 @@ class TokenTable:
     @property
     def position(self) -> Int32:
         """[N] index of each token in its response."""
-        return (np.arange(self.tokens) - np.repeat(self.offsets[:-1], self.response_length)).astype(
-            np.int32
-        )
+        start = np.repeat(self.offsets[:-1], self.response_length)
+        return (np.arange(self.tokens) - start).astype(np.int32)
 
     @property
     def valid(self) -> Bool:
@@ -235,7 +239,7 @@ class TokenTable:
 
     @property
     def policy_log_prob(self) -> Float32:
-        """[N] log π_train that is compared with the rollout: a recomputed or interpolated π_old, else π_θ."""
+        """[N] log π_train: a recomputed or interpolated π_old, else π_θ."""
         uses_old = self.metadata.get("old_policy") in ("recomputed", "interpolated")
         return self.old_log_prob if uses_old else self.train_log_prob
 
@@ -249,31 +253,31 @@ class TokenTable:
     def from_parts(
         cls, parts: Sequence[SampleParts], metadata: Mapping[str, Any] | None = None
     ) -> Self:
-        """The table of some samples; a column without a value in any sample is None.
+        """Returns the table of some samples.
 
-        Other samples without a value get NaN, −1, or 0 for flags.
+        A column that no sample has is None. If only some samples have it, the others get NaN, −1,
+        or 0 for flags.
         """
         lengths = [len(part.rollout_log_prob) for part in parts]
-        rows = {
-            item.name: [getattr(part, item.name) for part in parts] for item in fields(SampleParts)
-        }
-        pairs = zip(rows["train_log_prob"], rows["old_log_prob"], strict=True)
-        rows["old_log_prob"] = [train if old is None else old for train, old in pairs]
-        masks = zip(rows["loss_mask"], lengths, strict=True)
-        rows["loss_mask"] = [
-            np.ones(length) if mask is None else np.asarray(mask) > 0 for mask, length in masks
-        ]
+        rows: dict[str, list[Any]] = {item.name: [] for item in fields(SampleParts)}
+        for part, length in zip(parts, lengths, strict=True):
+            values = dict(vars(part))
+            if part.old_log_prob is None:
+                values["old_log_prob"] = part.train_log_prob
+            if part.loss_mask is None:
+                values["loss_mask"] = np.ones(length)
+            else:
+                values["loss_mask"] = np.asarray(part.loss_mask) > 0
+            if part.prompt is not None:
+                values["prompt"] = cast(part.prompt, np.int32, "prompt")
+            for name, value in values.items():
+                rows[name].append(value)
         for name, dtype in SAMPLE_COLUMNS.items():
-            has_values = any(value is not None for value in rows[name])
-            rows[name] = [
-                [MISSING[dtype] if value is None else value for value in rows[name]]
-                if has_values
-                else None
-            ]
-        rows["prompt"] = [
-            None if prompt is None else cast(prompt, np.int32, "prompt")
-            for prompt in rows["prompt"]
-        ]
+            column = rows[name]
+            if all(value is None for value in column):
+                rows[name] = [None]
+            else:
+                rows[name] = [[MISSING[dtype] if value is None else value for value in column]]
         return cls(
             offsets=offsets_of(lengths),
             **_columns(rows, lengths, [len(parts)]),
@@ -282,9 +286,12 @@ class TokenTable:
 
     @classmethod
     def concatenate(cls, tables: Sequence[Self]) -> Self:
-        """The samples of all tables, one table after another.
+        """Returns the samples of all tables, one table after another.
 
         Missing columns are filled as in `from_parts`. Metadata keys that differ are dropped.
+
+        Raises:
+            ValueError: bits in `rejected` mean different criteria in two tables.
         """
         if len(tables) == 1:
             return tables[0]
@@ -297,50 +304,52 @@ class TokenTable:
             )
         rows = {name: [getattr(table, name) for table in tables] for name in COLUMNS}
         for name in OBJECT_COLUMNS:
-            rows[name] = [
-                entry for table in tables for entry in getattr(table, name) or (None,) * len(table)
-            ]
-        columns = _columns(
-            rows, [table.tokens for table in tables], [len(table) for table in tables]
-        )
+            rows[name] = []
+            for table in tables:
+                rows[name] += getattr(table, name) or (None,) * len(table)
+        tokens = [table.tokens for table in tables]
+        samples = [len(table) for table in tables]
+        columns = _columns(rows, tokens, samples)
         lengths = np.concatenate([np.diff(table.offsets) for table in tables])
-        first, *others = (table.metadata for table in tables)
-        metadata = {
-            key: value
-            for key, value in first.items()
-            if all(other.get(key) == value for other in others)
-        }
+        metadata = {}
+        for key, value in tables[0].metadata.items():
+            if all(table.metadata.get(key) == value for table in tables[1:]):
+                metadata[key] = value
         return cls(offsets=offsets_of(lengths), **columns, metadata=metadata)
 
     def select(self, samples: Sequence[int] | Column) -> Self:
-        """The samples at these indices, in that order."""
+        """Returns the samples at these indices, in this order."""
         chosen = np.asarray(samples, np.int64)
         lengths = np.diff(self.offsets)[chosen]
         offsets = offsets_of(lengths)
-        rows = np.repeat(self.offsets[:-1][chosen] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        columns = {name: column for name in COLUMNS if (column := getattr(self, name)) is not None}
-        for name, column in columns.items():
-            if name in OBJECT_COLUMNS:
-                columns[name] = tuple(
-                    copy(column[i]) for i in chosen
-                )  # a view would keep all prompts in memory
-            else:
-                columns[name] = column[rows if name in TOKEN_COLUMNS else chosen]
+        # The rows of sample i move from self.offsets[i] to its place among the chosen ones.
+        shift = self.offsets[:-1][chosen] - offsets[:-1]
+        rows = np.repeat(shift, lengths) + np.arange(offsets[-1])
+        columns: dict[str, Any] = {}
+        for name in COLUMNS:
+            column = getattr(self, name)
+            if column is None:
+                continue
+            if name in TOKEN_COLUMNS:
+                columns[name] = column[rows]
+            elif name in SAMPLE_COLUMNS:
+                columns[name] = column[chosen]
+            else:  # copies, as a view of one prompt would keep all prompts in memory
+                columns[name] = tuple(copy(column[i]) for i in chosen)
         return replace(self, offsets=offsets, **columns)
 
     def of_worker(self, name: str) -> Self:
-        """The samples with tokens of one rollout server; tokens of other servers are masked."""
+        """Returns the samples with tokens from one rollout server; other servers' tokens are masked."""
         assert self.rollout_worker is not None
         names = self.metadata.get("workers") or ()
-        indices = [
-            index for index in np.unique(self.rollout_worker) if worker_name(names, index) == name
-        ]
+        workers = np.unique(self.rollout_worker)
+        indices = [index for index in workers if worker_name(names, index) == name]
         mask = self.loss_mask * np.isin(self.rollout_worker, indices)
         samples = np.flatnonzero(np.bincount(self.sample, mask, len(self)))
         return replace(self, loss_mask=mask.astype(np.uint8)).select(samples)
 
     def sampled(self, max_tokens: int) -> Self:
-        """A random part of the samples with at most `max_tokens` response tokens; the table itself if it is smaller.
+        """Returns random samples with at most `max_tokens` response tokens; the table if it is smaller.
 
         Samples are chosen uniformly, and stay complete and in order. `metadata["sampled"]` has the
         original size.
@@ -354,35 +363,42 @@ class TokenTable:
 
 
 def are_log_probs(values: NDArray[Any]) -> Bool:
-    """Whether each value can be a log-prob: finite, and not an engine's code for minus infinity."""
+    """Returns whether each value can be a log-prob: finite, and not an engine's code for −∞."""
     with np.errstate(invalid="ignore"):  # NaN compares as false
         log_probs: Bool = np.abs(values) < LOG_PROB_LIMIT
     return log_probs
 
 
 def worker_name(names: Sequence[Any], index: int) -> str:
-    """The name of a rollout server; its number if the dump has no names."""
+    """Returns the name of a rollout server; its number if the dump has no names."""
     return str(names[index]) if 0 <= index < len(names) else f"server {index}"
 
 
 def lowest_priorities(priority_S: Column, tokens_S: Column, max_tokens: int) -> Column:
-    """Increasing indices of the samples of lowest priority that have at most `max_tokens` tokens in total."""
+    """Returns the indices of the samples with the lowest priorities, in increasing order.
+
+    Together they have at most `max_tokens` tokens.
+    """
     order = np.argsort(priority_S, kind="stable")
     within = np.cumsum(tokens_S[order], dtype=np.int64) <= max_tokens
     return np.sort(order[within])
 
 
 def offsets_of(lengths: Sequence[int] | Column) -> Int64:
-    """[S + 1] cumulative sums of the lengths, starting with 0."""
+    """Returns [S + 1] cumulative sums of the lengths, starting with 0."""
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]).astype(np.int64)
 
 
 def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
-    """Numbers in the type of a column."""
+    """Returns numbers in the type of a column.
+
+    Raises:
+        ValueError: a number does not fit into the type.
+    """
     array = np.asarray(values)
     if array.dtype == dtype or not array.size:
         return array.astype(dtype, copy=False)
-    try:
+    try:  # unlike numpy, arrow refuses overflows and lost fractions
         flat = pa.array(array.reshape(-1)).cast(pa.from_numpy_dtype(dtype))
     except (pa.ArrowException, TypeError, OverflowError) as error:
         kind = np.dtype(dtype).name
@@ -396,12 +412,18 @@ def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
 def _columns(
     rows: Mapping[str, Sequence[Any]], tokens: Sequence[int], samples: Sequence[int]
 ) -> dict[str, Any]:
-    """Columns from pieces with these numbers of tokens and samples; a piece is None if it lacks the column."""
+    """Joins the pieces of each column.
+
+    Args:
+        rows: Pieces of the columns; a piece is None if its source lacks the column.
+        tokens: Number of tokens in each piece.
+        samples: Number of samples in each piece.
+    """
     columns: dict[str, Any] = {}
-    for name, dtype in (TOKEN_COLUMNS | SAMPLE_COLUMNS).items():
-        columns[name] = _joined(
-            rows[name], samples if name in SAMPLE_COLUMNS else tokens, dtype, name
-        )
+    for name, dtype in TOKEN_COLUMNS.items():
+        columns[name] = _joined(rows[name], tokens, dtype, name)
+    for name, dtype in SAMPLE_COLUMNS.items():
+        columns[name] = _joined(rows[name], samples, dtype, name)
     for name, missing in OBJECT_COLUMNS.items():
         if any(value is not None for value in rows[name]):
             columns[name] = tuple(missing if value is None else value for value in rows[name])
@@ -409,7 +431,7 @@ def _columns(
 
 
 def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str) -> Column | None:
-    """The pieces of a column, one after another; None if no piece has a value and the column is optional."""
+    """Joins the pieces of a column; None for an optional column that all pieces lack."""
     pieces = [None if row is None else cast(row, dtype, name) for row in rows]
     if rows and name not in REQUIRED_COLUMNS and all(piece is None for piece in pieces):
         return None
@@ -419,17 +441,17 @@ def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str)
             f"{name} has rows of the shapes {' and '.join(map(str, sorted(shapes)))}; they must be"
             " equal."
         )
-    shape = shapes.pop() if shapes else ((0, 0) if name == "experts" else ())
+    shape: tuple[int, ...] = (0, 0) if name == "experts" else ()
+    if shapes:
+        shape = shapes.pop()
     missing = 0 if name == "rejected" else MISSING[dtype]
-    filled = [np.zeros((0, *shape), dtype)]
+    filled: list[Column] = [np.zeros((0, *shape), dtype)]  # for a table without samples
     for index, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
-        if piece is not None and len(piece) != length:
+        if piece is None:
+            piece = np.full((length, *shape), missing, dtype)
+        if len(piece) != length:
             raise ValueError(
                 f"sample {index} has {len(piece)} entries of {name} but {length} rollout log-probs."
             )
-        filled.append(
-            np.full((length, *shape), missing, dtype)
-            if piece is None
-            else piece.reshape(length, *shape)
-        )
+        filled.append(piece.reshape(length, *shape))
     return np.concatenate(filled)

@@ -50,7 +50,7 @@ batch."""
 UNBOUNDED = 2 * float(np.exp(LOG_RATIO_BOUND))
 """An upper bound that no weight reaches: weights are at most e^20."""
 CURRENT_VERSION = 1 << 30
-"""Version of each step's weights; negative versions are unknown ones."""
+"""Version of the weights at each step. It is large because negative versions mean unknown."""
 CUSTOM_FUNCTION_CONFIG = RolloutCorrectionConfig(use_tis=True)
 """Configuration for functions in slime's contract."""
 CorrectionChoice = RolloutCorrectionConfig | Callable[..., Any]
@@ -78,53 +78,51 @@ class WhatIf:
     """As `cosine`, with the exact ratio of the sequence, Π_t ρ_t."""
     sequence_norm_ratio: float | None
     steps: int | None
-    """Number of steps a whole-batch correction was applied to; None if it was applied to all tokens
-    at once."""
+    """Number of steps that a correction with batch statistics used; None for other corrections, which
+    take all tokens at once."""
     metrics: dict[str, float]
     """All metrics of the step under the names of docs/metrics.md, without `train/`."""
 
 
 def corrections() -> dict[str, RolloutCorrectionConfig]:
-    """All presets, and a sweep of weights and rejection over levels, modes and bounds, by name."""
-    options: dict[str, dict[str, Any]] = {}
+    """Returns all presets, and a sweep of weights and rejection, by name."""
+    configs = {name: RolloutCorrectionConfig.preset(name) for name in PRESETS}
     for level, mode, upper in product(
         ("token", "sequence", "geometric"), ("truncate", "mask"), (1.5, 2.0, 5.0, 10.0)
     ):
-        bounds = {"tis_level": level, "tis_mode": mode, "tis_upper_bound": upper}
-        options[f"tis {level} {mode} {upper:g}"] = {"use_tis": True, **bounds}
+        options: dict[str, Any] = {"tis_level": level, "tis_mode": mode, "tis_upper_bound": upper}
+        configs[f"tis {level} {mode} {upper:g}"] = RolloutCorrectionConfig(use_tis=True, **options)
     rejection_bounds = {
         "token": (2.0, 5.0, 10.0),
         "sequence": (1.5, 2.0, 5.0),
+        # The geometric mean over a sequence is close to 1.
         "geometric": (1.001, 1.01, 1.05),
     }
     for level, uppers in rejection_bounds.items():
         for upper in uppers:
-            options[f"rs {level} {upper:g}"] = {
-                "use_rs": True,
-                "rs_level": level,
-                "rs_upper_bound": upper,
-            }
+            options = {"rs_level": level, "rs_upper_bound": upper}
+            configs[f"rs {level} {upper:g}"] = RolloutCorrectionConfig(use_rs=True, **options)
     for z_score in (2.0, 3.0, 4.0):
-        options[f"rs geometric z {z_score:g}"] = {
-            "use_rs": True,
-            "rs_level": "geometric",
-            "rs_z_score": z_score,
-        }
-    for (kind, bound), scale in product(DIVERGENCE_BOUNDS.items(), (0.5, 1.0, 2.0)):
-        mask = {"divergence_mask": kind, "divergence_mask_bound": scale * bound}
-        options[f"{kind} {scale * bound:g}"] = mask
-    sweep = {name: RolloutCorrectionConfig(**each) for name, each in options.items()}
-    return {name: RolloutCorrectionConfig.preset(name) for name in PRESETS} | sweep
+        configs[f"rs geometric z {z_score:g}"] = RolloutCorrectionConfig(
+            use_rs=True, rs_level="geometric", rs_z_score=z_score
+        )
+    for kind, default_bound in DIVERGENCE_BOUNDS.items():
+        for scale in (0.5, 1.0, 2.0):
+            bound = scale * default_bound
+            configs[f"{kind} {bound:g}"] = RolloutCorrectionConfig(
+                divergence_mask=kind, divergence_mask_bound=bound
+            )
+    return configs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Batches:
-    """Inputs of the policy loss, one batch of all samples or one per step, and the exact gradients to compare with."""
+    """Inputs of the policy loss and the exact gradients: one batch of all samples, or one per step."""
 
     inputs: tuple[LossInputs, ...]
     has_advantages: bool
     exact: tuple[Tensor | None, ...] = ()
-    """[N] with the exact ratio of each token, and of each sequence; None without advantages."""
+    """Gradients [N] with exact ratios of tokens, and of sequences; None without advantages."""
 
 
 def what_if(
@@ -135,7 +133,7 @@ def what_if(
     max_tokens: int = MAX_TOKENS,
     max_steps: int = MAX_STEPS,
 ) -> list[WhatIf]:
-    """Applies each correction to a table, instead of the correction that its run had; one row per correction.
+    """Applies each correction to a table, instead of the run's own; returns one row for each.
 
     All numbers come from the functions that train.py calls. Statistics of the global batch (mean
     weight, second-moment limit, adaptive bounds) are computed over the samples of each step in the
@@ -145,30 +143,34 @@ def what_if(
         table: Samples of one or several steps.
         configs: Corrections or functions in slime's contract, in a list or by name. Default:
             `corrections()`.
-        args: Options for functions, with those of their own: `args=Namespace(alpha=0.5)`. Default:
-            the options of `CUSTOM_FUNCTION_CONFIG` and of the table's loss.
-        max_tokens: Response tokens to use, a random part of a larger table. Bounds the memory.
-        max_steps: Steps for whole-batch corrections, a random part of more.
+        args: Options that functions read, for example `Namespace(alpha=0.5)`. Default: the options
+            of `CUSTOM_FUNCTION_CONFIG` and of the table's loss.
+        max_tokens: Response tokens to use; a larger table is sampled. Bounds the memory.
+        max_steps: Steps for corrections with batch statistics; more steps are sampled.
+
+    Raises:
+        ValueError: a correction needs a column that the table lacks.
     """
     table = table.sampled(max_tokens)
     policy = policy_of(table)
     if configs is None:
         configs = corrections()
-    named = (
-        configs.items()
-        if isinstance(configs, Mapping)
-        else [(_name_of(choice), choice) for choice in configs]
-    )
-    args = Namespace(**asdict(CUSTOM_FUNCTION_CONFIG), **asdict(policy)) if args is None else args
-    batches: dict[bool, _Batches] = {}
+    if isinstance(configs, Mapping):
+        named = list(configs.items())
+    else:
+        named = [(_name_of(choice), choice) for choice in configs]
+    if args is None:
+        args = Namespace(**asdict(CUSTOM_FUNCTION_CONFIG), **asdict(policy))
+    batches: dict[bool, _Batches] = {}  # the exact gradients are the same for most corrections
     rows = []
     for name, choice in named:
-        config = choice if isinstance(choice, RolloutCorrectionConfig) else CUSTOM_FUNCTION_CONFIG
+        config = CUSTOM_FUNCTION_CONFIG
+        if isinstance(choice, RolloutCorrectionConfig):
+            config = choice
         stepwise = _needs_steps(config)
         if stepwise not in batches:
-            batches[stepwise] = _with_exact(
-                _steps(table, max_steps) if stepwise else [table], policy
-            )
+            parts = _steps(table, max_steps) if stepwise else [table]
+            batches[stepwise] = _with_exact(parts, policy)
         step = _loss_step(table, config, policy)
         if isinstance(choice, RolloutCorrectionConfig):
             rows.append(_row(name, config, batches[stepwise], step))
@@ -191,14 +193,17 @@ def _row_of_function(
     name: str, function: Callable[..., Any], args: Namespace, batches: _Batches, step: LossStep
 ) -> WhatIf:
     (inputs,) = batches.inputs
-    path = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    module = getattr(function, "__module__", "?")
+    path = f"{module}.{getattr(function, '__qualname__', repr(function))}"
     custom = CustomTis(function=function, args=args, seed=0)
     row = _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=custom))
     row = replace(row, flags=f"--use-tis --custom-tis-function-path {path}")
     old_L = old_log_probs(inputs, step).detach()
+    # A loss of 1 per token turns the function's output into its weights. The row before has used the
+    # random numbers of `custom`.
     loss_L, mask_L, *_ = CustomTis(function=function, args=args, seed=0)(
         inputs.tokens,
-        loss_L=torch.ones_like(old_L).requires_grad_() * 1,
+        loss_L=torch.ones_like(old_L).requires_grad_() * 1,  # no leaf: it may be changed in place
         log_probs_L=inputs.log_probs_L,
         train_log_probs_L=old_L,
         global_batch=GlobalBatch(),
@@ -212,17 +217,16 @@ def _row_of_function(
 
 
 def by_cosine(rows: Sequence[WhatIf]) -> list[WhatIf]:
-    """The rows, the closest to the exact gradient first; rows without a cosine last."""
+    """Returns the rows, the closest to the exact gradient first, and rows without a cosine last."""
     return sorted(rows, key=lambda row: -2.0 if row.cosine is None else row.cosine, reverse=True)
 
 
 def as_text(rows: Sequence[WhatIf]) -> str:
-    """A text table, sorted by cosine."""
+    """Returns a text table, sorted by cosine."""
     lines = ["  kept    ESS  mean w   max w  cosine  norm ratio  flags"]
     for row in by_cosine(rows):
-        cosine, norm = (
-            "-" if value is None else f"{value:.4f}" for value in (row.cosine, row.norm_ratio)
-        )
+        cosine = "-" if row.cosine is None else f"{row.cosine:.4f}"
+        norm = "-" if row.norm_ratio is None else f"{row.norm_ratio:.4f}"
         numbers = f"{row.kept:6.1%} {row.ess:6.3f} {row.weight_mean:7.4g} {row.weight_max:7.4g}"
         lines.append(f"{numbers} {cosine:>7} {norm:>11}  {row.flags or 'no correction'}")
     return "\n".join(lines)
@@ -230,66 +234,81 @@ def as_text(rows: Sequence[WhatIf]) -> str:
 
 def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: LossStep) -> WhatIf:
     metrics, gradient_N = _applied(batches, step)
-    is_preset = name in PRESETS and RolloutCorrectionConfig.preset(name) == config
-    of_token, of_sequence = (_compared(gradient_N, exact_N) for exact_N in batches.exact)
+    flags = flags_of(config)
+    if name in PRESETS and RolloutCorrectionConfig.preset(name) == config:
+        flags = f"--rollout-correction-preset {name}"
+    token_exact_N, sequence_exact_N = batches.exact
+    cosine, norm_ratio = _compared(gradient_N, token_exact_N)
+    sequence_cosine, sequence_norm_ratio = _compared(gradient_N, sequence_exact_N)
     # Without --use-tis all weights are 1; with it there are none if no token has log-probs of both
     # engines.
     default = 0.0 if config.use_tis else 1.0
     return WhatIf(
         name=name,
-        flags=f"--rollout-correction-preset {name}" if is_preset else flags_of(config),
+        flags=flags,
         kept=metrics["gradient_kept_fraction"],
         ess=metrics.get("mis_eff_sample_size", default),
         weight_mean=metrics.get("mis_ratio_mean_after_mis", default),
         weight_max=metrics.get("mis_weight_max", default),
-        cosine=of_token[0],
-        norm_ratio=of_token[1],
-        sequence_cosine=of_sequence[0],
-        sequence_norm_ratio=of_sequence[1],
+        cosine=cosine,
+        norm_ratio=norm_ratio,
+        sequence_cosine=sequence_cosine,
+        sequence_norm_ratio=sequence_norm_ratio,
         steps=len(batches.inputs) if _needs_steps(config) else None,
         metrics=metrics,
     )
 
 
 def policy_of(table: TokenTable) -> PolicyConfig:
-    """The policy loss options in a table's metadata, without the KL loss; defaults for missing options."""
-    known = {option.name for option in fields(PolicyConfig)}
+    """Returns the policy loss options in a table's metadata, without the KL loss.
+
+    Missing options have their defaults.
+    """
+    names = {option.name for option in fields(PolicyConfig)}
     policy = table.metadata.get("policy") or {}
-    options: dict[str, Any] = {name: value for name, value in policy.items() if name in known}
+    options: dict[str, Any] = {name: value for name, value in policy.items() if name in names}
+    # A dump has no log-probs of the reference model.
     return replace(PolicyConfig(**options), use_kl_loss=False)
 
 
 def flags_of(config: RolloutCorrectionConfig) -> str:
-    """The flags of train.py for all options that differ from their defaults."""
+    """Returns the flags of train.py for all options that differ from their defaults."""
     words = []
     for option in fields(config):
         value = getattr(config, option.name)
         if value == option.default:
             continue
         words.append("--" + option.name.replace("_", "-"))
-        words += [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
+        if isinstance(value, float):
+            words.append(f"{value:g}")
+        elif value is not True:
+            words.append(str(value))
     return " ".join(words)
 
 
 def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
-    """The batches with the gradients of −ρ·A·log π_θ, with the unbounded ratio of each level."""
+    """The batches with the gradients of −ρ·A·log π_θ, for unbounded ratios ρ of tokens and sequences."""
     batches = _Batches(
         inputs=tuple(loss_inputs(part) for part in parts),
         has_advantages=parts[0].advantage is not None and any(part.tokens for part in parts),
     )
-    token = RolloutCorrectionConfig(
-        use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=UNBOUNDED
-    )
     policy = replace(policy, staleness_decay=1.0, rollout_pull_coef=0.0, use_opsm=False)
-    steps = [
-        _loss_step(parts[0], config, policy)
-        for config in (token, replace(token, tis_level="sequence"))
-    ]
-    return replace(batches, exact=tuple(_applied(batches, step)[1] for step in steps))
+    exact = []
+    for level in ("token", "sequence"):
+        config = RolloutCorrectionConfig(
+            use_rollout_logprobs=True,
+            policy_loss="reinforce",
+            use_tis=True,
+            tis_level=level,
+            tis_upper_bound=UNBOUNDED,
+        )
+        _, gradient_N = _applied(batches, _loss_step(parts[0], config, policy))
+        exact.append(gradient_N)
+    return replace(batches, exact=tuple(exact))
 
 
 def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tensor | None]:
-    """Metrics of a correction over all batches, and the gradient of its loss [N], None without advantages."""
+    """A correction's metrics over all batches, and its gradient [N]; None without advantages."""
     outputs = [policy_loss(inputs, step) for inputs in batches.inputs]
     sums = reduce(lambda total, sums: total.merge(sums), (output.sums for output in outputs))
     metrics = step_metrics(sums, step.correction, step.policy)
@@ -304,7 +323,7 @@ def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tenso
 
 
 def _steps(table: TokenTable, max_steps: int) -> list[TokenTable]:
-    """One table per optimizer step, at most `max_steps`; a single table without a step column."""
+    """One table for each of at most `max_steps` optimizer steps; one table without a step column."""
     if table.step is None or not len(table):
         return [table]
     order = np.argsort(table.step, kind="stable")
@@ -319,34 +338,40 @@ def _compared(
     """Cosine and norm ratio of two gradients; None if a gradient is missing or 0."""
     if gradient_N is None or exact_N is None:
         return None, None
-    norm, exact_norm = float(gradient_N.double().norm()), float(exact_N.double().norm())
+    norm = float(gradient_N.double().norm())
+    exact_norm = float(exact_N.double().norm())
     if exact_norm == 0:
         return None, None
-    return (
-        float(gradient_N.double() @ exact_N.double()) / (norm * exact_norm) if norm else None
-    ), norm / exact_norm
+    cosine = None
+    if norm:
+        cosine = float(gradient_N.double() @ exact_N.double()) / (norm * exact_norm)
+    return cosine, norm / exact_norm
 
 
 def loss_inputs(table: TokenTable) -> LossInputs:
-    """A table as a micro-batch for the policy loss; log π_θ requires a gradient."""
+    """Returns a table as a micro-batch for the policy loss; log π_θ requires a gradient."""
     lengths = table.response_length.tolist()
-    prompts = [len(prompt) for prompt in table.prompt or [()] * len(table)]
-    totals = [prompt + response for prompt, response in zip(prompts, lengths, strict=True)]
+    totals = lengths
+    if table.prompt is not None:
+        totals = [
+            len(prompt) + response for prompt, response in zip(table.prompt, lengths, strict=True)
+        ]
+    # All steps of the table are one batch, so versions are made from ages.
     version = np.full(table.tokens, CURRENT_VERSION)
     if table.weight_version is not None:
-        age = (
-            0
-            if table.step is None
-            else np.repeat(table.step, table.response_length) - table.weight_version
-        )
-        version = np.where(table.weight_version < 0, -1, CURRENT_VERSION - age)
+        if table.step is not None:
+            version = CURRENT_VERSION - (table.step[table.sample] - table.weight_version)
+        version = np.where(table.weight_version < 0, -1, version)
     loss_mask = torch.from_numpy(table.loss_mask.astype(np.float32))
-    advantage = (
-        torch.ones(table.tokens)
-        if table.advantage is None
-        else _tensor(table.advantage).nan_to_num()
-    )
-    recomputed = table.metadata.get("old_policy") == "recomputed"
+    advantage = torch.ones(table.tokens)
+    if table.advantage is not None:
+        advantage = _tensor(table.advantage).nan_to_num()
+    workers = None
+    if table.rollout_worker is not None:
+        workers = torch.from_numpy(table.rollout_worker.astype(np.int64))
+    old_log_probs_L = None
+    if table.metadata.get("old_policy") == "recomputed":
+        old_log_probs_L = _tensor(table.old_log_prob)
     tokens = ResponseTokens(
         slices=response_slices(totals, lengths, 0, 1),
         total_lengths=tuple(totals),
@@ -354,16 +379,14 @@ def loss_inputs(table: TokenTable) -> LossInputs:
         loss_mask_N=loss_mask,
         rollout_log_probs_L=_tensor(table.rollout_log_prob),
         weight_versions_L=torch.from_numpy(version),
-        workers_L=(
-            None
-            if table.rollout_worker is None
-            else torch.from_numpy(table.rollout_worker.astype(np.int64))
-        ),
+        workers_L=workers,
         turns_L=turns_of(loss_mask, lengths),
-        old_log_probs_L=_tensor(table.old_log_prob) if recomputed else None,
+        old_log_probs_L=old_log_probs_L,
         advantages_L=advantage,
     )
-    entropy = torch.zeros(table.tokens) if table.entropy is None else _tensor(table.entropy)
+    entropy = torch.zeros(table.tokens)
+    if table.entropy is not None:
+        entropy = _tensor(table.entropy)
     log_probs = _tensor(table.train_log_prob).requires_grad_()
     return LossInputs(tokens=tokens, log_probs_L=log_probs, entropy_L=entropy)
 
@@ -372,18 +395,16 @@ def _loss_step(
     table: TokenTable, config: RolloutCorrectionConfig, policy: PolicyConfig
 ) -> LossStep:
     interpolates = config.old_logprobs == "interpolate"
-    if (interpolates or policy.staleness_decay < 1) and (
-        table.weight_version is None or table.step is None
-    ):
+    needs_age = interpolates or policy.staleness_decay < 1
+    if needs_age and (table.weight_version is None or table.step is None):
         flag = "--old-logprobs interpolate" if interpolates else "--staleness-decay"
         raise ValueError(f"{flag} needs steps and weight versions, which the dump does not have.")
-    recomputed = table.metadata.get("old_policy") == "recomputed" and not (
-        config.use_rollout_logprobs or interpolates
-    )
+    is_recomputed = table.metadata.get("old_policy") == "recomputed"
+    replaces_old = config.use_rollout_logprobs or interpolates
     return LossStep(
         correction=config,
         policy=policy,
-        uses_recomputed_old_policy=recomputed,
+        uses_recomputed_old_policy=is_recomputed and not replaces_old,
         version=CURRENT_VERSION,
     )
 
@@ -391,7 +412,7 @@ def _loss_step(
 def annotated(
     table: TokenTable, config: RolloutCorrectionConfig, accepted: Bool, global_batch: GlobalBatch
 ) -> TokenTable:
-    """The table with weights before bounds, the criteria that reject each token, and vetoes.
+    """Returns the table with weights before bounds, the criteria that reject each token, and vetoes.
 
     Args:
         table: Complete samples of one step.
@@ -406,14 +427,15 @@ def annotated(
         if not criterion.needs_advantages or table.advantage is not None:
             rejected[name] = trained & ~_corrected(table, criterion, global_batch).mask.numpy()
     if config.touches_loss and config.nonfinite_policy == "reject":
-        rejected = {
-            name: mask & table.valid for name, mask in rejected.items()
-        }  # they ignore tokens without log-probs
+        # Criteria ignore tokens without log-probs.
+        for name in rejected:
+            rejected[name] &= table.valid
         rejected["nonfinite"] = trained & ~table.valid
-    explained = np.any([*rejected.values(), np.zeros(table.tokens, np.bool_)], axis=0)
-    rejected["other"] = (
-        trained & ~accepted & ~explained
-    )  # by off-policy sequence masking, or a user-defined function
+    explained = np.zeros(table.tokens, np.bool_)
+    for mask in rejected.values():
+        explained |= mask
+    # Off-policy sequence masking or a user-defined function rejected these.
+    rejected["other"] = trained & ~accepted & ~explained
     bits = np.zeros(table.tokens, np.int32)
     for bit, mask in enumerate(rejected.values()):
         bits |= mask.astype(np.int32) << bit
@@ -433,7 +455,7 @@ def annotated(
 
 
 def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrectionConfig]:
-    """One configuration per rejection criterion, which has only this criterion, by the criterion's name.
+    """Returns one configuration for each rejection criterion, by the criterion's name.
 
     Names are the names of the metrics (the level, or verl's names), "divergence_mask", "tis_mask"
     for weights in mode mask, "second_moment" and "veto".
@@ -450,13 +472,11 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
                 "rs_target_fraction": config.rs_target_fraction,
             }
         else:
-            bounds = (
-                [criterion.upper] if criterion.lower is None else [criterion.lower, criterion.upper]
-            )
-            options = {
-                "rollout_rs": criterion.name,
-                "rollout_rs_threshold": "_".join(map(repr, bounds)),
-            }
+            # repr keeps all digits of a bound.
+            threshold = repr(criterion.upper)
+            if criterion.lower is not None:
+                threshold = f"{criterion.lower!r}_{threshold}"
+            options = {"rollout_rs": criterion.name, "rollout_rs_threshold": threshold}
         single[criterion.name] = replace(base, **options)
     if config.rejects_weights:
         single["tis_mask"] = replace(base, use_tis=True, tis_batch_normalize=False)
@@ -465,8 +485,11 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
             base, rs_second_moment_bound=config.rs_second_moment_bound
         )
     if config.vetoes:
-        lower, upper = config.rs_veto_threshold, config.rs_veto_upper_threshold
-        single["veto"] = replace(base, rs_veto_threshold=lower, rs_veto_upper_threshold=upper)
+        single["veto"] = replace(
+            base,
+            rs_veto_threshold=config.rs_veto_threshold,
+            rs_veto_upper_threshold=config.rs_veto_upper_threshold,
+        )
     return single
 
 
@@ -475,10 +498,9 @@ def _corrected(
 ) -> Any:
     return correct(
         config,
-        *(
-            _tensor(column)
-            for column in (table.policy_log_prob, table.rollout_log_prob, table.loss_mask)
-        ),
+        _tensor(table.policy_log_prob),
+        _tensor(table.rollout_log_prob),
+        _tensor(table.loss_mask),
         lengths=table.response_length.tolist(),
         current_log_probs=_tensor(table.train_log_prob),
         advantages=None if table.advantage is None else _tensor(table.advantage),
