@@ -426,7 +426,7 @@ class Health:
         """Counts consecutive rollouts, up to this step's, in which every sample has one reward."""
         reward = metrics.get("rollout/raw_reward")
         if reward is None:
-            # Not every optimizer step starts a rollout.
+            # Without the metric the count stays.
             return self._equal_reward_rollouts
         if metrics.get("rollout/zero_std_groups") != 1.0:
             self._equal_reward_rollouts = 0

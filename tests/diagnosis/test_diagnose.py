@@ -1,8 +1,9 @@
 """Causes planted into the log-probs of a small softmax model, and the diagnosis of each."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,10 @@ from slime_tis.analysis.diagnosis.shift_rules import best_lags
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.health import Finding
 
-SAMPLES, TOKENS, VOCABULARY = 48, 32, 40
+SAMPLES = 48
+TOKENS = 32
+"""Tokens of a response."""
+VOCABULARY = 40
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -61,100 +65,157 @@ SAMPLERS: dict[str, Sampler] = {
 }
 
 
+def no_change(logits: np.ndarray, _: np.ndarray) -> np.ndarray:
+    return logits
+
+
 class Softmax:
-    """Random logits for each token of each sample, tokens drawn by a sampler, and both engines' log-probs."""
+    """Random logits for each token, tokens drawn by a sampler, and both engines' log-probs."""
 
     def __init__(
-        self, seed: int = 0, sampler: Sampler = lambda logits, _: logits, *, paired: bool = False
+        self,
+        seed: int = 0,
+        sampler: Sampler = no_change,
+        *,
+        paired: bool = False,
+        samples: int = SAMPLES,
+        tokens: int = TOKENS,
     ) -> None:
-        chance = np.random.default_rng(seed)
-        self.chance = chance
-        self.logits = 2.5 * chance.normal(size=(SAMPLES, TOKENS, VOCABULARY))
-        uniform = chance.random((SAMPLES, TOKENS, 1))
-        if paired:  # two samples of a prompt have the same tokens until noise makes them differ
-            self.logits[1::2], uniform[1::2] = self.logits[::2], uniform[::2]
-        self.token = np.zeros((SAMPLES, TOKENS), int)
+        self.chance = chance = np.random.default_rng(seed)
+        self.samples = np.arange(samples)
+        self.positions = np.arange(tokens)
+        self.logits = 2.5 * chance.normal(size=(samples, tokens, VOCABULARY))
+        uniform = chance.random((samples, tokens, 1))
+        if paired:
+            # Two samples of a prompt have the same tokens until noise makes them differ.
+            self.logits[1::2] = self.logits[::2]
+            uniform[1::2] = uniform[::2]
+        self.token = np.zeros((samples, tokens), int)
         sampled = np.empty(self.logits.shape)
-        for t in range(TOKENS):
+        for t in range(tokens):
             sampled[:, t] = log_softmax(sampler(self.logits[:, t], self.token[:, :t]))
             drawn = (np.exp(sampled[:, t]).cumsum(-1) < uniform[:, t]).sum(-1)
             self.token[:, t] = drawn.clip(max=VOCABULARY - 1)
         full = log_softmax(self.logits)
-        self.train, self.rollout = self.of(full), self.of(sampled)
+        self.train = self.of(full)
+        self.rollout = self.of(sampled)
         self.entropy = -(np.exp(full) * full).sum(-1)
 
     def of(self, log_probs: np.ndarray) -> np.ndarray:
+        """Log-probs [S, T] of the sampled tokens."""
         return np.take_along_axis(log_probs, self.token[..., None], -1)[..., 0]
 
     def noisy(self, size: float | np.ndarray) -> np.ndarray:
+        """Log-probs [S, T] of logits with noise."""
         return self.of(log_softmax(self.logits + size * self.chance.normal(size=self.logits.shape)))
+
+    def at_temperature(self, temperature: float) -> np.ndarray:
+        return self.of(log_softmax(self.logits / temperature))
+
+    def per_token(self, values: np.ndarray) -> np.ndarray:
+        """Values [S] of samples as values [S, T] of their tokens."""
+        return values[:, None].repeat(len(self.positions), 1)
 
     def table(self, rollout: np.ndarray, **columns: np.ndarray) -> TokenTable:
         columns |= {"train_log_prob": self.train, "rollout_log_prob": rollout}
         columns |= {"entropy": self.entropy, "token": self.token}
-        parts = [
-            SampleParts(**{name: values[i] for name, values in columns.items()})
-            for i in range(SAMPLES)
-        ]
+        parts = []
+        for i in self.samples:
+            parts.append(SampleParts(**{name: values[i] for name, values in columns.items()}))
         return TokenTable.from_parts(parts)
 
 
-def planted(name: str) -> TokenTable:  # noqa: C901, PLR0915
-    model = Softmax(sampler=SAMPLERS.get(name, lambda logits, _: logits), paired=name == "unstable")
-    rollout = model.rollout.copy()
-    step, position = np.full(SAMPLES, 7), np.arange(TOKENS)
-    columns: dict[str, np.ndarray] = {}
-    match name:
-        case "shift":
-            rollout = np.roll(rollout, 1, axis=1)
-        case "retokenized":
-            for i in range(0, SAMPLES, 2):
-                at = 6 + i % 11
-                rollout[i, at:] = np.roll(rollout[i, at:], 1)
-        case "reported temperature":
-            rollout = model.of(log_softmax(model.logits / 0.8))
-        case "draft":
-            rollout = model.noisy(1.0)
-        case "unstable":
-            columns = {"prompt": np.arange(SAMPLES)[:, None] // 2}
-        case "stale":
-            version = np.where(np.arange(SAMPLES) % 2, 7, 4)[:, None].repeat(TOKENS, 1)
-            rollout = model.noisy(np.where(version == 7, 0.005, 0.1)[..., None])
-            columns = {"step": step, "weight_version": version}
-        case "stale, certain first tokens":
-            old = (np.arange(SAMPLES) % 4 > 0)[:, None]
-            rollout = model.noisy(
-                (np.where(old, 0.1, 0.02) * np.where(position < 4, 0.05, 1))[..., None]
-            )
-            columns = {"step": step, "weight_version": np.where(old, 6, 7).repeat(TOKENS, 1)}
-        case "never updated":
-            step = np.arange(SAMPLES) // 8
-            rollout = model.noisy(0.03 * (1 + step)[:, None, None])
-            columns = {"step": step, "weight_version": step[:, None].repeat(TOKENS, 1)}
-        case "bf16":
-            rollout = model.noisy(0.01)
-        case "fp8":
-            rollout = model.noisy(0.2)
-        case "fp8, certain first token":
-            rollout = model.noisy(0.2)
-            rollout[:, 0] = model.train[:, 0] = -0.001
-        case "NaN":
-            rollout[3, 4] = np.nan
-        case "-30 nats":
-            rollout[::7, 5] = -30.0 + np.arange(len(rollout[::7])) / 10
-        case "position":
-            rollout = model.noisy(0.004 * (1 + position)[:, None])
-        case "prompt":
-            rollout = model.noisy(0.4 / (1 + position)[:, None])
-        case "routing":
-            other = model.chance.random((SAMPLES, TOKENS, 1)) < 0.08
-            rollout = model.noisy(np.where(other, 0.5, 0.002))
-            columns = {"experts": np.zeros((SAMPLES, TOKENS, 2, 2), int)}
-        case "tool output":
-            rollout[::3, 6:12] = 0.0
-        case "fp32":
-            rollout = rollout + 1e-6 * model.chance.normal(size=rollout.shape)
-    return model.table(rollout, **columns)
+def retokenized(model: Softmax) -> TokenTable:
+    rollout = model.rollout
+    for i in model.samples[::2]:
+        start = 6 + i % 11
+        rollout[i, start:] = np.roll(rollout[i, start:], 1)
+    return model.table(rollout)
+
+
+def unstable(model: Softmax) -> TokenTable:
+    return model.table(model.rollout, prompt=model.samples[:, None] // 2)
+
+
+def stale(model: Softmax) -> TokenTable:
+    version = model.per_token(np.where(model.samples % 2, 7, 4))
+    rollout = model.noisy(np.where(version == 7, 0.005, 0.1)[..., None])
+    return model.table(rollout, step=np.full(SAMPLES, 7), weight_version=version)
+
+
+def stale_with_certain_first_tokens(model: Softmax) -> TokenTable:
+    is_old = model.per_token(model.samples % 4 > 0)
+    size = np.where(is_old, 0.1, 0.02) * np.where(model.positions < 4, 0.05, 1)
+    rollout = model.noisy(size[..., None])
+    version = np.where(is_old, 6, 7)
+    return model.table(rollout, step=np.full(SAMPLES, 7), weight_version=version)
+
+
+def never_updated(model: Softmax) -> TokenTable:
+    step = model.samples // 8
+    rollout = model.noisy(0.03 * (1 + step)[:, None, None])
+    return model.table(rollout, step=step, weight_version=model.per_token(step))
+
+
+def fp8_with_a_certain_first_token(model: Softmax) -> TokenTable:
+    rollout = model.noisy(0.2)
+    rollout[:, 0] = model.train[:, 0] = -0.001
+    return model.table(rollout)
+
+
+def one_nan(model: Softmax) -> TokenTable:
+    model.rollout[3, 4] = np.nan
+    return model.table(model.rollout)
+
+
+def impossible_tokens(model: Softmax) -> TokenTable:
+    rows = model.rollout[::7]
+    rows[:, 5] = -30.0 + np.arange(len(rows)) / 10
+    return model.table(model.rollout)
+
+
+def routing(model: Softmax) -> TokenTable:
+    is_routed = model.chance.random((SAMPLES, TOKENS, 1)) < 0.08
+    rollout = model.noisy(np.where(is_routed, 0.5, 0.002))
+    return model.table(rollout, experts=np.zeros((SAMPLES, TOKENS, 2, 2), int))
+
+
+def tool_output(model: Softmax) -> TokenTable:
+    model.rollout[::3, 6:12] = 0.0
+    return model.table(model.rollout)
+
+
+FAULTS: dict[str, Callable[[Softmax], TokenTable]] = {
+    "shift": lambda model: model.table(np.roll(model.rollout, 1, axis=1)),
+    "retokenized": retokenized,
+    "reported temperature": lambda model: model.table(model.at_temperature(0.8)),
+    "draft": lambda model: model.table(model.noisy(1.0)),
+    "unstable": unstable,
+    "stale": stale,
+    "stale, certain first tokens": stale_with_certain_first_tokens,
+    "never updated": never_updated,
+    "bf16": lambda model: model.table(model.noisy(0.01)),
+    "fp8": lambda model: model.table(model.noisy(0.2)),
+    "fp8, certain first token": fp8_with_a_certain_first_token,
+    "NaN": one_nan,
+    "-30 nats": impossible_tokens,
+    "position": lambda model: model.table(model.noisy(0.004 * (1 + model.positions)[:, None])),
+    "prompt": lambda model: model.table(model.noisy(0.4 / (1 + model.positions)[:, None])),
+    "routing": routing,
+    "tool output": tool_output,
+    "fp32": lambda model: model.table(
+        model.rollout + 1e-6 * model.chance.normal(size=model.rollout.shape)
+    ),
+}
+"""Faults of the reported log-probs; `SAMPLERS` has those of the sampler."""
+
+
+def planted(name: str, *, samples: int = SAMPLES, tokens: int = TOKENS) -> TokenTable:
+    sampler = SAMPLERS.get(name, no_change)
+    model = Softmax(sampler=sampler, paired=name == "unstable", samples=samples, tokens=tokens)
+    if name not in FAULTS:
+        return model.table(model.rollout)
+    return FAULTS[name](model)
 
 
 PLANTED = {
@@ -168,7 +229,8 @@ PLANTED = {
     "repetition penalty": "penalty",
     "repetition raised": "penalty",
     "logit bias": "penalty",
-    "banned token": "truncated_sampling",  # both have Δ = log(kept mass)
+    # As with top-p, Δ = log(kept mass).
+    "banned token": "truncated_sampling",
     "draft": "other_model",
     "decoding": "position_drift",
     "unstable": "dropout",
@@ -186,266 +248,399 @@ PLANTED = {
     "tool output": "mask_mistake",
     "fp32": "healthy",
 }
+CANDIDATES = (
+    "never updated",
+    "bf16",
+    "fp8",
+    "fp8, certain first token",
+    "position",
+    "prompt",
+)
+"""Faults whose pattern other causes make, too: the answer is `unexplained`, then candidates."""
 
 
-@pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
-def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
-    found = diagnose(planted(name))
-    is_candidate = name.split(",")[0] in (
-        "never updated",
-        "bf16",
-        "fp8",
-        "position",
-        "prompt",
-    )  # or other causes
-    assert (found.cause == "unexplained") == is_candidate
-    first = found.findings[is_candidate]
-    assert first.cause == cause, [
-        (finding.cause, finding.score, finding.evidence) for finding in found.findings
-    ]
-    assert (
-        first.evidence
-        and first.title
-        and first.fix
-        and 0 < first.confidence <= 1
-        and 0 <= first.share <= 1
-    )
-    json.dumps(found.as_json(), allow_nan=False)
-    assert first.title in as_text(found, "a run")
-    details = {
-        "temperature": "rollout/training ≈ 0.82",
-        "logit bias": "bias of token 7",
-    }  # planted: 0.80
-    assert name not in details or first.detail == details[name]
+@pytest.fixture(scope="module", params=PLANTED)
+def planted_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def planted_diagnosis(planted_name: str) -> Diagnosis:
+    return diagnose(planted(planted_name))
+
+
+@pytest.fixture(scope="module")
+def first_cause(planted_name: str, planted_diagnosis: Diagnosis) -> Finding:
+    """The first finding with a cause."""
+    return planted_diagnosis.findings[int(planted_name in CANDIDATES)]
+
+
+def test_the_planted_cause_comes_first(planted_name: str, first_cause: Finding) -> None:
+    assert first_cause.cause == PLANTED[planted_name], first_cause
+
+
+def test_shared_patterns_are_only_candidates(
+    planted_name: str, planted_diagnosis: Diagnosis
+) -> None:
+    is_unexplained = planted_diagnosis.cause == "unexplained"
+    assert is_unexplained == (planted_name in CANDIDATES)
+
+
+def test_a_finding_is_complete(first_cause: Finding) -> None:
+    assert first_cause.evidence
+    assert first_cause.title and first_cause.fix
+    assert 0 < first_cause.confidence <= 1
+    assert 0 <= first_cause.share <= 1
+
+
+def test_a_diagnosis_is_valid_json(planted_diagnosis: Diagnosis) -> None:
+    json.dumps(planted_diagnosis.as_json(), allow_nan=False)
+
+
+def test_the_text_has_the_first_title(planted_diagnosis: Diagnosis, first_cause: Finding) -> None:
+    assert first_cause.title in as_text(planted_diagnosis, "a run")
 
 
 @pytest.mark.parametrize(
-    ("precisions", "noise", "named", "words"),
+    ("name", "detail"),
     [
-        (("fp32", "int8"), 0.03, ("rounding", "int8"), "which fits"),
-        (("fp32", "bf16"), 0.01, ("rounding", "bf16"), "which fits"),
-        (("bf16", "fp32"), 0.01, ("rounding", "bf16"), "which fits"),
-        (("fp32", "bf16"), 0.2, ("unexplained", ""), "noise of another size"),
-        (("fp32", "fp32"), 0.003, ("unexplained", ""), "something else rounds"),
-        (("fp32", None), 0.003, ("unexplained", ""), "candidates only: precision"),
+        # The planted ratio is 0.80.
+        pytest.param("temperature", "rollout/training ≈ 0.82", id="temperature"),
+        pytest.param("logit bias", "bias of token 7", id="logit bias"),
     ],
-    ids=["int8", "bf16", "bf16 training", "too large", "fp32", "unknown"],
 )
-def test_precisions_in_the_metadata_are_evidence(precisions, noise, named, words) -> None:
+def test_the_detail_has_the_planted_parameter(name: str, detail: str) -> None:
+    assert diagnose(planted(name)).findings[0].detail == detail
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "noise", "named", "words"),
+    [
+        pytest.param("fp32", "int8", 0.03, ("rounding", "int8"), "which fits", id="int8"),
+        pytest.param("fp32", "bf16", 0.01, ("rounding", "bf16"), "which fits", id="bf16"),
+        pytest.param("bf16", "fp32", 0.01, ("rounding", "bf16"), "which fits", id="bf16 training"),
+        pytest.param(
+            "fp32", "bf16", 0.2, ("unexplained", ""), "noise of another size", id="too large"
+        ),
+        pytest.param(
+            "fp32", "fp32", 0.003, ("unexplained", ""), "something else rounds", id="fp32"
+        ),
+        pytest.param(
+            "fp32", None, 0.003, ("unexplained", ""), "candidates only: precision", id="unknown"
+        ),
+    ],
+)
+def test_precisions_in_the_metadata_are_evidence(
+    train: str, rollout: str | None, noise: float, named: tuple[str, str], words: str
+) -> None:
     model = Softmax()
     table = model.table(model.noisy(noise))
-    metadata = {"precision": precisions[0], "rollout_precision": precisions[1]}
+    metadata = {"precision": train, "rollout_precision": rollout}
     first = diagnose(replace(table, metadata=metadata)).findings[0]
     assert (first.cause, first.detail) == named
     assert words in first.evidence[-1]
 
 
 @pytest.mark.parametrize(
-    ("metadata", "experts", "cause"),
+    ("metadata", "has_experts", "cause"),
     [
-        ({}, True, "moe_routing"),
-        ({"num_experts": 8, "replays_experts": False}, False, "moe_routing"),
-        ({"num_experts": 8, "replays_experts": True}, True, "unexplained"),
-        ({"num_experts": 0, "replays_experts": False}, False, "unexplained"),
+        pytest.param({}, True, "moe_routing", id="recorded"),
+        pytest.param(
+            {"num_experts": 8, "replays_experts": False}, False, "moe_routing", id="in metadata"
+        ),
+        pytest.param(
+            {"num_experts": 8, "replays_experts": True}, True, "unexplained", id="replayed"
+        ),
+        pytest.param(
+            {"num_experts": 0, "replays_experts": False}, False, "unexplained", id="dense"
+        ),
     ],
-    ids=["recorded", "in metadata", "replayed", "dense"],
 )
 def test_routing_is_a_cause_if_experts_may_differ(
-    metadata: dict, experts: bool, cause: str
+    metadata: dict[str, Any], has_experts: bool, cause: str
 ) -> None:
-    table = planted("routing")
-    table = replace(table, metadata=metadata, experts=table.experts if experts else None)
+    table = replace(planted("routing"), metadata=metadata)
+    if not has_experts:
+        table = replace(table, experts=None)
     assert diagnose(table).cause == cause
 
 
-def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
-    model = Softmax()
-    step = 1 + np.arange(SAMPLES) // 3
-    long = step == 3  # it moved the policy far from the weights that sampled
-    rollout = model.noisy(np.where(long, 1.2, 0.02)[:, None, None])
-    apart = np.abs(model.train - rollout)
-    assert (apart[long] > 3).any() and apart[~long].max() < 0.1
+class LongStep:
+    """A run in which one long optimizer step moves the policy far from the sampling weights."""
 
-    def causes(age: np.ndarray) -> set[str]:
-        table = model.table(
-            rollout, step=step, weight_version=(step - age)[:, None].repeat(TOKENS, 1)
-        )
+    def __init__(self) -> None:
+        self.model = Softmax()
+        self.step = 1 + self.model.samples // 3
+        self.is_long = self.step == 3
+        self.rollout = self.model.noisy(np.where(self.is_long, 1.2, 0.02)[:, None, None])
+
+    def causes(self, age: np.ndarray) -> set[str]:
+        version = self.model.per_token(self.step - age)
+        table = self.model.table(self.rollout, step=self.step, weight_version=version)
         return {finding.cause for finding in diagnose(table).findings}
 
-    stale = step % 2
-    assert "broken_tokens" not in causes(stale)
-    assert "broken_tokens" in causes(0 * stale)  # where the newest weights sampled
-    rollout[step == 5, 7] = -30.0
-    assert "broken_tokens" in causes(stale)
+
+def test_the_long_step_has_large_differences() -> None:
+    run = LongStep()
+    difference = np.abs(run.model.train - run.rollout)
+    assert (difference[run.is_long] > 3).any()
+    assert difference[~run.is_long].max() < 0.1
 
 
-def test_wrong_servers_of_four_are_named_with_the_cause_on_their_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(globals(), "SAMPLES", 120)
-    model = Softmax()
-    worker = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 4
-    warm = model.of(log_softmax(model.logits / 0.9))
-    table = model.table(np.where(worker == 2, warm, model.noisy(0.02)), rollout_worker=worker)
-    for workers, name in ([], "server 2"), (["a", "b", "http://c:1", "d"], "http://c:1"):
-        first, second = diagnose(replace(table, metadata={"workers": workers})).findings
-        assert (first.cause, first.detail, second.cause) == ("worker", name, "rounding")
-        assert "different temperature" in first.evidence[-1] and first.share > 0.5
-    two = np.where(np.isin(worker, [0, 2]), warm, model.noisy(0.02))
-    findings = diagnose(model.table(two, rollout_worker=worker)).findings
-    assert {each.detail for each in findings if each.cause == "worker"} == {"server 0", "server 2"}
+def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
+    run = LongStep()
+    assert "broken_tokens" not in run.causes(run.step % 2)
+
+
+def test_such_differences_of_current_weights_are_broken() -> None:
+    run = LongStep()
+    assert "broken_tokens" in run.causes(0 * run.step)
+
+
+def test_stale_tokens_of_a_short_step_may_be_broken() -> None:
+    run = LongStep()
+    run.rollout[run.step == 5, 7] = -30.0
+    assert "broken_tokens" in run.causes(run.step % 2)
+
+
+class FourServers:
+    """120 samples of four rollout servers, of which some sample at another temperature."""
+
+    def __init__(self) -> None:
+        self.model = Softmax(samples=120)
+        self.worker = self.model.per_token(self.model.samples) % 4
+
+    def findings(self, wrong: list[int], workers: Sequence[str] = ()) -> tuple[Finding, ...]:
+        warm = self.model.at_temperature(0.9)
+        is_wrong = np.isin(self.worker, wrong)
+        rollout = np.where(is_wrong, warm, self.model.noisy(0.02))
+        table = self.model.table(rollout, rollout_worker=self.worker)
+        return diagnose(replace(table, metadata={"workers": list(workers)})).findings
+
+
+@pytest.mark.parametrize(
+    ("workers", "name"),
+    [
+        pytest.param((), "server 2", id="unnamed"),
+        pytest.param(("a", "b", "http://c:1", "d"), "http://c:1", id="named"),
+    ],
+)
+def test_the_wrong_server_of_four_is_named(workers: Sequence[str], name: str) -> None:
+    first = FourServers().findings([2], workers)[0]
+    assert (first.cause, first.detail) == ("worker", name)
+    assert first.share > 0.5
+
+
+def test_the_wrong_server_has_its_cause_as_evidence() -> None:
+    first = FourServers().findings([2])[0]
+    assert "different temperature" in first.evidence[-1]
+
+
+def test_the_other_servers_have_their_cause() -> None:
+    assert [finding.cause for finding in FourServers().findings([2])] == ["worker", "rounding"]
+
+
+def test_two_wrong_servers_of_four_are_named() -> None:
+    findings = FourServers().findings([0, 2])
+    names = {finding.detail for finding in findings if finding.cause == "worker"}
+    assert names == {"server 0", "server 2"}
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_servers_are_not_blamed(seed: int) -> None:
     model = Softmax(seed)
     rollout = model.noisy(0.02)
-    rollout[7] = model.noisy(0.5)[7]  # one sample of a server, by chance
-    worker = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 4
+    # One sample of a server differs by chance.
+    rollout[7] = model.noisy(0.5)[7]
+    worker = model.per_token(model.samples) % 4
     assert diagnose(model.table(rollout, rollout_worker=worker)).cause != "worker"
 
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_tokens_of_unknown_servers_are_no_server(servers: int) -> None:
     model = Softmax()
-    is_warm = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 3 == 0
-    worker = np.where(is_warm, -1, np.arange(SAMPLES)[:, None] % servers)
-    rollout = np.where(is_warm, model.of(log_softmax(model.logits / 0.9)), model.noisy(0.002))
+    is_warm = model.per_token(model.samples) % 3 == 0
+    worker = np.where(is_warm, -1, model.samples[:, None] % servers)
+    rollout = np.where(is_warm, model.at_temperature(0.9), model.noisy(0.002))
     assert diagnose(model.table(rollout, rollout_worker=worker)).cause != "worker"
 
 
-def test_a_constant_is_another_unit_and_a_nearly_constant_kept_mass_is_truncation() -> None:
+def test_an_added_constant_is_another_unit() -> None:
     model = Softmax()
     assert diagnose(model.table(model.train + 0.03)).cause == "broken_tokens"
+
+
+def test_a_nearly_constant_kept_mass_is_truncation() -> None:
+    model = Softmax()
     mass = 0.03 - 0.001 * model.chance.random(model.train.shape)
     assert diagnose(model.table(model.train + mass)).cause == "truncated_sampling"
 
 
-@pytest.mark.parametrize(
-    ("noise", "causes"), [(0.02, ["stale_weights", "rounding"]), (1e-6, ["stale_weights"])]
-)
-def test_precision_is_measured_on_the_newest_weights(noise: float, causes: list[str]) -> None:
+def findings_by_age(noise: float) -> tuple[Finding, ...]:
+    """Findings on tokens that differ by their age, next to noise."""
     model = Softmax()
-    ages = (np.arange(SAMPLES) % 3)[:, None].repeat(TOKENS, 1)
+    ages = model.per_token(model.samples % 3)
     rollout = model.noisy((noise + 0.1 * ages)[..., None])
-    found = diagnose(
-        model.table(rollout, weight_version=7 - ages, step=np.full(SAMPLES, 7))
-    ).findings
-    assert [finding.cause for finding in found] == causes
-    for finding in found[1:]:
-        assert finding.detail == "bf16 or int8" and 0.1 < finding.share < 0.5
-        assert "on tokens from the newest weights" in finding.evidence[0]
+    table = model.table(rollout, weight_version=7 - ages, step=np.full(SAMPLES, 7))
+    return diagnose(table).findings
+
+
+def test_precision_is_a_cause_next_to_the_age() -> None:
+    causes = [finding.cause for finding in findings_by_age(0.02)]
+    assert causes == ["stale_weights", "rounding"]
+
+
+def test_without_noise_only_the_age_is_a_cause() -> None:
+    causes = [finding.cause for finding in findings_by_age(1e-6)]
+    assert causes == ["stale_weights"]
+
+
+def test_precision_is_measured_on_the_newest_weights() -> None:
+    rounding = findings_by_age(0.02)[1]
+    assert rounding.detail == "bf16 or int8"
+    assert 0.1 < rounding.share < 0.5
+    assert "on tokens from the newest weights" in rounding.evidence[0]
 
 
 @pytest.mark.parametrize(
-    ("samples", "tokens"), [(900, 32), (20, 1500)], ids=["many samples", "long samples"]
+    ("samples", "tokens"),
+    [pytest.param(900, 32, id="many samples"), pytest.param(20, 1500, id="long samples")],
 )
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [("shift", "shifted_tokens"), ("retokenized", "retokenised")],
-    ids=lambda value: value,
+    [
+        pytest.param("shift", "shifted_tokens", id="shift"),
+        pytest.param("retokenized", "retokenised", id="retokenized"),
+    ],
 )
-def test_a_shift_explains_the_whole_mismatch_of_a_large_dump(
-    name, cause, samples, tokens, monkeypatch
+def test_a_shift_explains_all_of_a_large_dump(
+    name: str, cause: str, samples: int, tokens: int
 ) -> None:
-    monkeypatch.setitem(globals(), "SAMPLES", samples)
-    monkeypatch.setitem(globals(), "TOKENS", tokens)
-    (finding,) = diagnose(planted(name)).findings
-    assert finding.cause == cause and finding.share > 0.98
+    (finding,) = diagnose(planted(name, samples=samples, tokens=tokens)).findings
+    assert finding.cause == cause
+    assert finding.share > 0.98
 
 
-def test_a_partial_shift_leaves_other_causes_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "SAMPLES", 900)
-    model = Softmax()
+def test_a_partial_shift_leaves_other_causes_visible() -> None:
+    model = Softmax(samples=900)
     rollout = model.noisy(0.2)
     rollout[::5] = np.roll(rollout[::5], 1, axis=1)
-    assert [finding.cause for finding in diagnose(model.table(rollout)).findings] == [
-        "shifted_tokens",
-        "rounding",
-    ]
+    causes = [finding.cause for finding in diagnose(model.table(rollout)).findings]
+    assert causes == ["shifted_tokens", "rounding"]
 
 
 def test_masked_tokens_are_ignored() -> None:
     model = Softmax()
     mask = np.ones((SAMPLES, TOKENS))
     mask[:, 8:16] = 0
-    rollout = model.rollout.copy()
+    rollout = model.rollout
     rollout[:, 8:16] = -30.0
     rollout[:, 9] = np.nan
-    found = diagnose(model.table(rollout, loss_mask=mask))
-    assert (found.cause, found.tokens) == ("healthy", SAMPLES * (TOKENS - 8))
+    result = diagnose(model.table(rollout, loss_mask=mask))
+    assert (result.cause, result.tokens) == ("healthy", SAMPLES * (TOKENS - 8))
+
+
+SHIFTED_TRAIN = np.array([-1.0, -7.0, -2.0, -9.0, -3.0, -8.0, -4.0, -6.0])
+SHIFTED_ROLLOUT = np.array([-1.0, -7.0, -2.0, 0.0, -9.0, -3.0, -8.0, -4.0])
 
 
 def test_lags_of_a_sample_by_hand() -> None:
-    train = np.array([-1.0, -7.0, -2.0, -9.0, -3.0, -8.0, -4.0, -6.0])
-    rollout = np.array([-1.0, -7.0, -2.0, 0.0, -9.0, -3.0, -8.0, -4.0])
-    lags, saved, left = best_lags(train, rollout)
+    lags, saved, left = best_lags(SHIFTED_TRAIN, SHIFTED_ROLLOUT)
     assert lags.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
-    # the unshifted costs; the last token has no partner
+    # The unshifted costs of the tokens; the last one has no partner.
     assert saved == pytest.approx(5 + 5 + 5 + 4)
     assert left == 0
+
+
+def test_a_residual_of_the_lags_by_hand() -> None:
+    train = SHIFTED_TRAIN.copy()
     train[-2] = -4.5
-    assert best_lags(train, rollout)[1:] == pytest.approx((5 + 5 + 5 + 3.5 - 0.5, 0.5 / 18.5))
+    _, saved, left = best_lags(train, SHIFTED_ROLLOUT)
+    assert saved == pytest.approx(5 + 5 + 5 + 3.5 - 0.5)
+    assert left == pytest.approx(0.5 / 18.5)
+
+
+def test_tokens_without_a_partner_save_nothing() -> None:
     train = np.concatenate([np.full(20, -1.0), -0.5 * np.arange(6, 12)])
     rollout = np.concatenate([np.full(20, -1.0), np.zeros(6)])
     lags, saved, left = best_lags(train, rollout)
-    assert lags[-6:].tolist() == [6] * 6  # these tokens have no partner
+    assert lags[-6:].tolist() == [6] * 6
     assert (saved, left) == (0, 1)
 
 
-def test_16_bit_log_probs_are_recognized() -> None:
-    values = (-np.random.default_rng(0).exponential(size=200)).astype(np.float32)
-    bf16 = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    for log_probs, grid in ((values, ""), (values.astype(np.float16), "fp16"), (bf16, "bf16")):
-        assert reported_grid(log_probs.astype(np.float64)) == grid
-
-
-def test_empty_input_is_not_judged() -> None:
-    assert diagnose(None).cause == "not_measured"
-    empty = TokenTable.from_parts([SampleParts(train_log_prob=[], rollout_log_prob=[])])
-    assert diagnose(empty).cause == "not_measured"
-    masked = TokenTable.from_parts(
-        [SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0])]
-    )
-    assert diagnose(masked).cause == "not_measured"
+FP32 = (-np.random.default_rng(0).exponential(size=200)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
-    ("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "certain"]
+    ("log_probs", "grid"),
+    [
+        pytest.param(FP32, "", id="fp32"),
+        pytest.param(FP32.astype(np.float16), "fp16", id="fp16"),
+        pytest.param((FP32.view(np.uint32) & 0xFFFF0000).view(np.float32), "bf16", id="bf16"),
+    ],
 )
-def test_a_doubtful_finding_names_the_command_that_proves_it(
-    confidence: float, names: bool
-) -> None:
+def test_16_bit_log_probs_are_recognized(log_probs: np.ndarray, grid: str) -> None:
+    assert reported_grid(log_probs.astype(np.float64)) == grid
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        pytest.param(None, id="no table"),
+        pytest.param(SampleParts(train_log_prob=[], rollout_log_prob=[]), id="no tokens"),
+        pytest.param(
+            SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0]),
+            id="masked",
+        ),
+    ],
+)
+def test_empty_input_is_not_judged(samples: SampleParts | None) -> None:
+    table = None
+    if samples is not None:
+        table = TokenTable.from_parts([samples])
+    assert diagnose(table).cause == "not_measured"
+
+
+def ranked_rounding(confidence: float) -> Finding:
     rounding = Finding(cause="rounding", confidence=confidence, evidence=(), detail="int8")
     (finding,) = _ranked([rounding], Finding("healthy", ()))
-    assert (
-        "slime-tis diagnose --hf-checkpoint DIR" in finding.fix
-    ) == names and finding.title.endswith("(int8)")
-    assert all(title and fix for title, fix in CAUSES.values())
+    return finding
 
 
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.floats(width=32), st.floats(width=32), st.sampled_from([0, 1])),
-            max_size=40,
-        ),
-        max_size=6,
-    )
+@pytest.mark.parametrize(
+    ("confidence", "names"),
+    [pytest.param(0.89, True, id="doubtful"), pytest.param(0.9, False, id="certain")],
 )
+def test_a_doubtful_finding_names_the_proof(confidence: float, names: bool) -> None:
+    fix = ranked_rounding(confidence).fix
+    assert ("slime-tis diagnose --hf-checkpoint DIR" in fix) == names
+
+
+def test_a_title_ends_with_the_detail() -> None:
+    assert ranked_rounding(0.9).title.endswith("(int8)")
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_every_cause_has_an_advice(cause: str) -> None:
+    title, fix = CAUSES[cause]
+    assert title and fix
+
+
+TOKEN = st.tuples(st.floats(width=32), st.floats(width=32), st.sampled_from([0, 1]))
+"""Both log-probs and the mask of a token."""
+
+
+@given(st.lists(st.lists(TOKEN, max_size=40), max_size=6))
 def test_any_numbers_get_a_diagnosis(samples: list[list[tuple[float, float, int]]]) -> None:
     parts = []
-    for step, rows in enumerate(samples):
-        train, rollout, mask = zip(*rows, strict=True) if rows else ((), (), ())
-        version = [0] * len(rows)
-        parts.append(
-            SampleParts(
-                train_log_prob=train,
-                rollout_log_prob=rollout,
-                loss_mask=mask,
-                weight_version=version,
-                step=step,
-            )
+    for step, tokens in enumerate(samples):
+        sample = SampleParts(
+            train_log_prob=[train for train, _, _ in tokens],
+            rollout_log_prob=[rollout for _, rollout, _ in tokens],
+            loss_mask=[mask for _, _, mask in tokens],
+            weight_version=[0] * len(tokens),
+            step=step,
         )
-    found: Diagnosis = diagnose(TokenTable.from_parts(parts))
-    json.dumps(found.as_json(), allow_nan=False)
+        parts.append(sample)
+    result = diagnose(TokenTable.from_parts(parts))
+    json.dumps(result.as_json(), allow_nan=False)
