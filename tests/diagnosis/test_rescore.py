@@ -1,8 +1,8 @@
 """Samples rescored in fp32: which engine is wrong."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,20 +22,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exact(model: Path) -> TokenTable:
-    """Two steps of four samples at temperature 0.5, with the log-probs of the model on both sides."""
-    table = dump(load_model(str(model)), lambda m, t: log_probs(logits_of(m, t) / 0.5, t)).select(
-        range(8)
-    )
-    step = np.arange(8, dtype=np.int32) // 4
+    """Two steps of four samples at temperature 0.5, with the model's log-probs on both sides."""
+    table = dump(load_model(str(model)), lambda m, t: log_probs(logits_of(m, t) / 0.5, t))
+    table = table.select(range(8))
     return replace(
-        table, train_log_prob=table.rollout_log_prob, step=step, metadata={"temperature": 0.5}
+        table,
+        train_log_prob=table.rollout_log_prob,
+        step=np.arange(8, dtype=np.int32) // 4,
+        metadata={"temperature": 0.5},
     )
 
 
 def noisy(values: np.ndarray, size: float) -> np.ndarray:
-    return (values + size * np.random.default_rng(0).choice([-1, 1], len(values))).astype(
-        np.float32
-    )
+    signs = np.random.default_rng(0).choice([-1, 1], len(values))
+    return (values + size * signs).astype(np.float32)
 
 
 CASES = {
@@ -49,41 +49,90 @@ CASES = {
 @pytest.mark.parametrize("wrong", CASES)
 def test_the_wrong_engine_is_named(model: Path, exact: TokenTable, wrong: str) -> None:
     train, rollout, verdict = CASES[wrong]
-    columns: dict[str, Any] = {"train_log_prob": noisy(exact.train_log_prob, train)}
-    columns["rollout_log_prob"] = noisy(exact.rollout_log_prob, rollout)
-    found = rescore(replace(exact, **columns), HfScorer(load_model(str(model))))
-    assert found.verdict.startswith(verdict)
-    assert (found.train_error, found.rollout_error) == pytest.approx((train, rollout), abs=1e-4)
-    assert (found.samples, found.tokens) == (4, 4 * RESPONSE)
-
-
-def test_the_step_that_fits_the_weights_is_used_and_masked_tokens_are_ignored(
-    model: Path, exact: TokenTable
-) -> None:
-    first = np.arange(exact.tokens) < 4 * RESPONSE
-    mask = np.where(np.arange(exact.tokens) % 3 == 0, 0, 1).astype(np.uint8)
-    both = np.where(
-        first, exact.train_log_prob - 1, exact.train_log_prob
-    )  # other weights in the first step
-    both = np.where(mask == 0, np.float32(-50), both).astype(np.float32)
-    found = rescore(
-        replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask),
-        HfScorer(load_model(str(model))),
+    table = replace(
+        exact,
+        train_log_prob=noisy(exact.train_log_prob, train),
+        rollout_log_prob=noisy(exact.rollout_log_prob, rollout),
     )
-    assert (found.step, found.tokens, found.verdict) == (1, 27, "both engines are close to fp32")
+    result = rescore(table, HfScorer(load_model(str(model))))
+    assert result.verdict.startswith(verdict)
+    assert (result.train_error, result.rollout_error) == pytest.approx((train, rollout), abs=1e-4)
+    assert (result.samples, result.tokens) == (4, 4 * RESPONSE)
 
 
-def test_bad_input_is_refused_with_one_line(model, exact, tmp_path, capsys) -> None:
-    dump = tmp_path / "dump.parquet"
-    for table, directory, message in (
-        (replace(exact, prompt=None), model, "needs token ids and prompts"),
-        (replace(exact, token=exact.token + 1000), model, "the dump has token id 10"),
-        (replace(exact, token=exact.token - 1000), model, "the dump has token id -"),
-        (exact, tmp_path / "absent", "absent"),
-        (exact, tmp_path, "config.json"),
-        (exact.select([]), model, "no sample of the dump has log-probs"),
-    ):
-        write(dump, table)
-        assert main(["diagnose", str(dump), "--hf-checkpoint", str(directory)]) == 2
-        written = capsys.readouterr().err
-        assert message in written and len(written.splitlines()) == 1, written
+def test_the_step_that_fits_the_weights_is_used(model: Path, exact: TokenTable) -> None:
+    # The first step has the log-probs of other weights.
+    is_first = np.arange(exact.tokens) < 4 * RESPONSE
+    both = np.where(is_first, exact.train_log_prob - 1, exact.train_log_prob).astype(np.float32)
+    table = replace(exact, train_log_prob=both, rollout_log_prob=both)
+    result = rescore(table, HfScorer(load_model(str(model))))
+    assert (result.step, result.verdict) == (1, "both engines are close to fp32")
+
+
+def test_masked_tokens_are_ignored(model: Path, exact: TokenTable) -> None:
+    mask = np.where(np.arange(exact.tokens) % 3 == 0, 0, 1).astype(np.uint8)
+    both = np.where(mask == 0, np.float32(-50), exact.train_log_prob)
+    table = replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask)
+    result = rescore(table.select(range(4, 8)), HfScorer(load_model(str(model))))
+    assert (result.tokens, result.verdict) == (27, "both engines are close to fp32")
+
+
+def without_prompts(table: TokenTable) -> TokenTable:
+    return replace(table, prompt=None)
+
+
+def with_token_offset(table: TokenTable, offset: int) -> TokenTable:
+    assert table.token is not None
+    return replace(table, token=table.token + np.int32(offset))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(without_prompts, "needs token ids and prompts", id="no prompts"),
+        pytest.param(
+            lambda table: with_token_offset(table, 1000), "the dump has token id 10", id="large id"
+        ),
+        pytest.param(
+            lambda table: with_token_offset(table, -1000), "the dump has token id -", id="negative"
+        ),
+        pytest.param(
+            lambda table: table.select([]), "no sample of the dump has log-probs", id="empty"
+        ),
+    ],
+)
+def test_a_bad_dump_is_refused_with_one_line(
+    change: Callable[[TokenTable], TokenTable],
+    message: str,
+    model: Path,
+    exact: TokenTable,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dump_path = tmp_path / "dump.parquet"
+    write(dump_path, change(exact))
+    assert main(["diagnose", str(dump_path), "--hf-checkpoint", str(model)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("directory", "message"),
+    [
+        pytest.param("absent", "absent", id="absent"),
+        pytest.param(".", "config.json", id="no model"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused_with_one_line(
+    directory: str,
+    message: str,
+    exact: TokenTable,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dump_path = tmp_path / "dump.parquet"
+    write(dump_path, exact)
+    checkpoint = tmp_path / directory
+    assert main(["diagnose", str(dump_path), "--hf-checkpoint", str(checkpoint)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
