@@ -1,7 +1,6 @@
 """Proofs with other checkpoints, templates, experts and two scorings."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,22 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime_tis.analysis.diagnosis.hypotheses.prompts import for_template
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
 from slime_tis.analysis.diagnosis.proof import Proof, explain_disagreement, prove
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.main import main
 from tests.checkpoints import make_checkpoint
-from tests.diagnosis.test_proof import PROMPT, RESPONSE, SAMPLES, Rows, dump, log_probs, logits_of
+from tests.diagnosis.test_proof import (
+    PROMPT,
+    RESPONSE,
+    SAMPLES,
+    Engine,
+    Rows,
+    dump,
+    log_probs,
+    logits_of,
+)
 
 TENSOR = "model.layers.1.mlp.down_proj.weight"
 
@@ -34,21 +43,29 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def earlier(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The start with noise in all tensors."""
-    model, generator = loaded(start), torch.Generator().manual_seed(0)
+    model = loaded(start)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
-    model.save_pretrained(path := tmp_path_factory.mktemp("checkpoints") / "earlier")
+    path = tmp_path_factory.mktemp("checkpoints") / "earlier"
+    model.save_pretrained(path)
     return path
 
 
-def engine(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Any:
+Weights = dict[str, torch.Tensor]
+
+
+def engine(path: Path, weights: Weights) -> Engine:
+    """The model of a checkpoint with some other weights."""
     model = loaded(path)
-    model.load_state_dict(change(model.state_dict()), strict=False)
+    model.load_state_dict(weights, strict=False)
     return lambda _, tokens: log_probs(logits_of(model, tokens), tokens)
 
 
-def stale_prompt(old: Any) -> Any:
+def stale_prompt(old: Any) -> Engine:
+    """The prompt is in the cache of an older model."""
+
     def score(model: Any, tokens: torch.Tensor) -> Rows:
         with torch.inference_mode():
             cache = old(tokens[:, : PROMPT - 1], use_cache=True).past_key_values
@@ -57,68 +74,104 @@ def stale_prompt(old: Any) -> Any:
     return score
 
 
-def test_faults_of_other_checkpoints_are_named(start: Path, earlier: Path, tmp_path: Path) -> None:
-    old, model = loaded(earlier), loaded(start)
+@pytest.fixture(scope="module")
+def old_weights(earlier: Path) -> Weights:
+    return loaded(earlier).state_dict()
+
+
+def test_an_old_tensor_is_named(start: Path, earlier: Path, old_weights: Weights) -> None:
+    table = dump(loaded(start), engine(start, {TENSOR: old_weights[TENSOR]}))
+    _, proof = prove(table, str(start), [str(earlier)])
+    assert TENSOR in proof.explanations[0].name
+    assert (proof.is_proven, proof.causes) == (True, ("weights_not_updated",)), proof.sentence
+
+
+def test_an_old_layer_is_named(start: Path, earlier: Path, old_weights: Weights) -> None:
+    layer = {name: weight for name, weight in old_weights.items() if ".layers.0." in name}
+    _, proof = prove(dump(loaded(start), engine(start, layer)), str(start), [str(earlier)])
+    assert "layer of" in proof.explanations[0].name
+    assert (proof.is_proven, proof.causes) == (True, ("weights_not_updated",)), proof.sentence
+
+
+def test_weights_between_two_steps_are_named(
+    start: Path, earlier: Path, old_weights: Weights
+) -> None:
+    model = loaded(start)
+    between = {}
+    for name, weight in model.state_dict().items():
+        between[name] = weight.lerp(old_weights[name], 0.4)
+    _, proof = prove(dump(model, engine(start, between)), str(start), [str(earlier)])
+    assert "weights of" in proof.explanations[0].name
+    assert proof.explanations[0].value == pytest.approx(0.4, abs=0.01)
+    assert (proof.is_proven, proof.causes) == (True, ("weights_not_updated",)), proof.sentence
+
+
+def test_a_prompt_cache_of_old_weights_is_named(start: Path, earlier: Path) -> None:
+    table = dump(loaded(start), stale_prompt(loaded(earlier)))
+    _, proof = prove(table, str(start), [str(earlier)])
+    assert "prompt cache" in proof.explanations[0].name
+    assert (proof.is_proven, proof.causes) == (True, ("stale_cache",)), proof.sentence
+
+
+def test_a_draft_model_is_named(start: Path, tmp_path: Path) -> None:
     draft = make_checkpoint(
         tmp_path / "draft", "llama", seed=5, hidden_size=16, num_hidden_layers=1
     )
-    half = {
-        name: weight.lerp(old.state_dict()[name], 0.4)
-        for name, weight in model.state_dict().items()
-    }
-    layer = {name: weight for name, weight in old.state_dict().items() if ".layers.0." in name}
-    planted: dict[str, tuple[Any, Path, str, str]] = {
-        "tensor": (
-            engine(start, lambda w: {TENSOR: old.state_dict()[TENSOR]}),
-            earlier,
-            TENSOR,
-            "weights_not_updated",
-        ),
-        "layer": (engine(start, lambda w: layer), earlier, "layer of", "weights_not_updated"),
-        "fraction": (engine(start, lambda w: half), earlier, "weights of", "weights_not_updated"),
-        "cache": (stale_prompt(old), earlier, "prompt cache", "stale_cache"),
-        "draft": (
-            lambda _, t: log_probs(logits_of(loaded(draft), t), t),
-            draft,
-            "model ",
-            "other_model",
-        ),
-    }
-    for fault, (score, other, name, cause) in planted.items():
-        _, proof = prove(dump(model, score), str(start), [str(other)])
-        assert name in proof.explanations[0].name, (fault, proof.sentence)
-        assert proof.is_proven and proof.causes == (cause,), (fault, proof.sentence)
-        assert fault != "fraction" or proof.explanations[0].value == pytest.approx(0.4, abs=0.01)
-
-
-def test_a_missing_adapter_is_named(start: Path, tmp_path: Path) -> None:
-    name, generator = "model.layers.0.self_attn.q_proj", torch.Generator().manual_seed(0)
-    model = loaded(start)
-    own = model.state_dict()[f"{name}.weight"]
-    down, up = (
-        torch.randn(4, own.shape[1], generator=generator),
-        0.1 * torch.randn(own.shape[0], 4, generator=generator),
-    )
-    adapter = {
-        f"base_model.model.{name}.lora_A.weight": down,
-        f"base_model.model.{name}.lora_B.weight": up,
-    }
-    save_file(
-        {key: value.contiguous() for key, value in adapter.items()},
-        tmp_path / "adapter_model.safetensors",
-    )
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
-    score = engine(start, lambda w: {f"{name}.weight": own - 2 * up @ down})
-    _, proof = prove(dump(model, score), str(start), [str(tmp_path)])
-    assert proof.is_proven and "adapter" in proof.sentence
-    assert proof.explanations[0].value == pytest.approx(-1.0, abs=0.01)
-    for content in ('{"r": 4}', "[]", '{"r": 0, "lora_alpha": 8}'):
-        (tmp_path / "adapter_config.json").write_text(content)
-        with pytest.raises(ValueError, match="no LoRA adapter"):
-            prove(dump(model, score), str(start), [str(tmp_path)])
+    _, proof = prove(dump(loaded(start), engine(draft, {})), str(start), [str(draft)])
+    assert "model " in proof.explanations[0].name
+    assert (proof.is_proven, proof.causes) == (True, ("other_model",)), proof.sentence
 
 
 ADAPTED = "base_model.model.model.layers.0.self_attn.q_proj"
+ADAPTED_WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+
+
+def save_adapter(directory: Path, tensors: Weights, config: str) -> None:
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(config)
+
+
+CONFIG = json.dumps({"r": 4, "lora_alpha": 8})
+
+
+def test_a_missing_adapter_is_named(start: Path, tmp_path: Path) -> None:
+    model = loaded(start)
+    weight = model.state_dict()[ADAPTED_WEIGHT]
+    generator = torch.Generator().manual_seed(0)
+    down = torch.randn(4, weight.shape[1], generator=generator)
+    up = 0.1 * torch.randn(weight.shape[0], 4, generator=generator)
+    adapter = {f"{ADAPTED}.lora_A.weight": down, f"{ADAPTED}.lora_B.weight": up}
+    save_adapter(tmp_path, adapter, CONFIG)
+    without = engine(start, {ADAPTED_WEIGHT: weight - 2 * up @ down})
+    _, proof = prove(dump(model, without), str(start), [str(tmp_path)])
+    assert proof.is_proven
+    assert "adapter" in proof.sentence
+    assert proof.explanations[0].value == pytest.approx(-1.0, abs=0.01)
+
+
+def plain_adapter(own: Weights) -> Weights:
+    rows, columns = own[ADAPTED_WEIGHT].shape
+    return {
+        f"{ADAPTED}.lora_A.weight": torch.ones(4, columns),
+        f"{ADAPTED}.lora_B.weight": torch.ones(rows, 4),
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param('{"r": 4}', id="no alpha"),
+        pytest.param("[]", id="no object"),
+        pytest.param('{"r": 0, "lora_alpha": 8}', id="rank 0"),
+    ],
+)
+def test_a_bad_adapter_config_is_refused(config: str, start: Path, tmp_path: Path) -> None:
+    own = loaded(start).state_dict()
+    save_adapter(tmp_path, plain_adapter(own), config)
+    with pytest.raises(ValueError, match="no LoRA adapter"):
+        read_adapter(str(tmp_path), own)
+
+
 BAD_TENSORS = {
     "NaN": ({f"{ADAPTED}.lora_A.weight": torch.full((4, 32), torch.nan)}, "holds NaN or infinity"),
     "DoRA": (
@@ -138,16 +191,7 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(
 ) -> None:
     tensors, message = BAD_TENSORS[name]
     own = loaded(start).state_dict()
-    plain = {
-        f"{ADAPTED}.lora_A.weight": torch.ones(
-            4, own["model.layers.0.self_attn.q_proj.weight"].shape[1]
-        ),
-        f"{ADAPTED}.lora_B.weight": torch.ones(
-            own["model.layers.0.self_attn.q_proj.weight"].shape[0], 4
-        ),
-    }
-    save_file({**plain, **tensors}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    save_adapter(tmp_path, {**plain_adapter(own), **tensors}, CONFIG)
     with pytest.raises(ValueError, match=message):
         read_adapter(str(tmp_path), own)
 
@@ -161,7 +205,15 @@ def test_another_template_is_named(start: Path) -> None:
         return log_probs(logits_of(model, torch.cat([prompts, tokens[:, PROMPT:]], 1)), tokens)
 
     _, proof = prove(dump(loaded(start), in_template), str(start))
-    assert (proof.explanations[0].name, proof.is_proven) == ("chat template added", True)
+    assert proof.explanations[0].name == "chat template added"
+    assert proof.is_proven
+
+
+def test_claims_on_the_start_of_an_answer_are_sentences(start: Path) -> None:
+    table = for_template(AutoTokenizer.from_pretrained(start))
+    part = "the start of the answer that the chat template adds"
+    assert table["generation prompt missing"].claim == f"does not read {part}"
+    assert table["generation prompt added"].claim == f"reads twice {part}"
 
 
 def test_experts_of_the_dump_are_tried(tmp_path: Path) -> None:
@@ -170,14 +222,13 @@ def test_experts_of_the_dump_are_tried(tmp_path: Path) -> None:
     chosen: list[torch.Tensor] = []
 
     def other_experts(gate: Any, args: Any, output: Any) -> Any:
-        """Experts 2 to 3 places below the best, with the router's own weights."""
+        """The second and the third best experts, with the router's weights for them."""
         logits, weights, experts = output
         values, indices = logits.softmax(-1).topk(3, -1)
-        rows = torch.arange(len(logits)) % (PROMPT + RESPONSE) >= PROMPT - 1
-        experts = torch.where(rows[:, None], indices[:, 1:], experts)
-        weights = torch.where(
-            rows[:, None], values[:, 1:] / values[:, 1:].sum(1, keepdim=True), weights
-        )
+        other_weights = values[:, 1:] / values[:, 1:].sum(1, keepdim=True)
+        predicts_response = torch.arange(len(logits)) % (PROMPT + RESPONSE) >= PROMPT - 1
+        experts = torch.where(predicts_response[:, None], indices[:, 1:], experts)
+        weights = torch.where(predicts_response[:, None], other_weights, weights)
         chosen.append(experts)
         return logits, weights, experts
 
@@ -191,28 +242,39 @@ def test_experts_of_the_dump_are_tried(tmp_path: Path) -> None:
     table = dump(model, score)
     experts = torch.stack(chosen, 1).unflatten(0, (SAMPLES, -1))[:, PROMPT - 1 : -1].flatten(0, 1)
     _, proof = prove(replace(table, experts=experts.numpy().astype(np.int32)), str(tmp_path))
-    assert (proof.explanations[0].name, proof.is_proven) == (
-        "recorded experts",
-        True,
-    ), proof.sentence
+    assert proof.explanations[0].name == "recorded experts", proof.sentence
+    assert proof.is_proven
 
 
-def two_scorings(table: TokenTable, model: Any, second: np.ndarray) -> Proof:
-    noise = 0.05 * np.random.default_rng(0).standard_normal(table.tokens).astype(np.float32)
-    exact = table.train_log_prob
+@pytest.fixture(scope="module")
+def exact(start: Path) -> TokenTable:
+    """Samples on which both engines agree."""
+    return dump(loaded(start), lambda m, t: log_probs(logits_of(m, t), t))
+
+
+def noise_of(table: TokenTable, seed: int) -> np.ndarray:
+    return 0.05 * np.random.default_rng(seed).standard_normal(table.tokens).astype(np.float32)
+
+
+def proof_of_two_scorings(start: Path, exact: TokenTable, second: np.ndarray) -> Proof:
+    """The proof if both scorings by training are wrong."""
+    log_prob = exact.train_log_prob
     table = replace(
-        table, rollout_log_prob=exact, train_log_prob=exact + noise, old_log_prob=exact + second
+        exact, train_log_prob=log_prob + noise_of(exact, 0), old_log_prob=log_prob + second
     )
-    return explain_disagreement(model, table)[1]
+    return explain_disagreement(loaded(start), table)[1]
 
 
-def test_dropout_is_named_by_two_scorings(start: Path) -> None:
-    model = loaded(start)
-    table = dump(model, lambda m, t: log_probs(logits_of(m, t), t))
-    noise = 0.05 * np.random.default_rng(1).standard_normal(table.tokens).astype(np.float32)
-    proof = two_scorings(table, model, noise)
-    assert proof.causes == ("dropout",) and proof.is_noise and not proof.is_proven
-    assert two_scorings(table, model, 0 * noise).causes == ()
+def test_dropout_is_named_by_two_scorings(start: Path, exact: TokenTable) -> None:
+    proof = proof_of_two_scorings(start, exact, noise_of(exact, 1))
+    assert proof.causes == ("dropout",)
+    assert proof.is_noise
+    assert not proof.is_proven
+
+
+def test_an_exact_second_scoring_is_no_dropout(start: Path, exact: TokenTable) -> None:
+    proof = proof_of_two_scorings(start, exact, 0 * noise_of(exact, 1))
+    assert proof.causes == ()
 
 
 def test_the_demo_finds_its_fault_in_an_empty_directory(
@@ -220,8 +282,18 @@ def test_the_demo_finds_its_fault_in_an_empty_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["diagnose", "--demo"]) == 0
-    assert "applies a repetition penalty of about 1.1:" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "applies a repetition penalty of about 1.1:" in text
     assert (tmp_path / "slime-tis-diagnosis" / "report.html").stat().st_size > 1e6
-    for words in (["--demo"], ["--demo", "--json"], []):
-        assert main(["diagnose", *words]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
+    # The second demo does not overwrite the first one.
+    assert main(["diagnose", "--demo"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(["--demo", "--json"], id="demo as JSON"), pytest.param([], id="no file")],
+)
+def test_diagnose_without_a_file_is_refused(options: list[str], capsys: Any) -> None:
+    assert main(["diagnose", *options]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
