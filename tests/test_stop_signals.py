@@ -56,7 +56,7 @@ def test_a_signal_during_start_up_ends_the_process(capfd):
     assert "before training began" in capfd.readouterr().err
 
 
-def test_a_second_signal_ends_the_process_and_its_children(capfd, tmp_path):
+def test_a_second_signal_ends_the_process_with_its_children(capfd, tmp_path):
     def body():
         with Interrupts() as interrupts:
             interrupts.started()
@@ -116,22 +116,48 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_ranks_share_signals_and_the_first_failure():
-    store = dist.HashStore()
-    first, second = Interrupts(), Interrupts()
+@pytest.fixture
+def store() -> dist.HashStore:
+    """The key-value store of two ranks."""
+    return dist.HashStore()
+
+
+@pytest.fixture
+def ranks(store) -> tuple[Interrupts, Interrupts]:
+    """The signals of two ranks that share a store."""
+    first = Interrupts()
+    second = Interrupts()
     first.share(store, 0)
     second.share(store, 1)
+    return first, second
+
+
+def test_ranks_share_signals(store, ranks):
+    _, second = ranks
     store.set("signal", str(int(signal.SIGUSR1)))
     second._look_at_others()
     assert second.number == signal.SIGUSR1
+
+
+def test_ranks_share_the_first_failure(ranks):
+    first, second = ranks
     assert second.failure_elsewhere() is None
     assert first.report_failure("no memory") == Failure(0, "no memory")
     assert second.report_failure("the same, later") == Failure(0, "no memory")
+    assert second.failure_elsewhere() == Failure(0, "no memory")
+
+
+def test_the_failure_of_this_rank_is_not_elsewhere(ranks):
+    first, _ = ranks
+    first.report_failure("no memory")
     assert first.failure_elsewhere() is None
-    assert (
-        stops_because(1, second.failure_elsewhere())
-        == "rank 1 stops because rank 0 failed: no memory"
-    )
-    assert stops_because(1, None).startswith(
-        "rank 1 stops because another rank ended without a message"
-    )
+
+
+def test_a_rank_names_the_rank_that_failed():
+    message = stops_because(1, Failure(0, "no memory"))
+    assert message == "rank 1 stops because rank 0 failed: no memory"
+
+
+def test_a_rank_without_a_message_was_killed():
+    message = stops_because(1, None)
+    assert message.startswith("rank 1 stops because another rank ended without a message")

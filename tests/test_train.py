@@ -12,13 +12,11 @@ from tests.runs import read_metrics, run_here, start_apart, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
 BYPASSED_BASELINE = (
-    *(
-        "--advantage-estimator",
-        "optimal_token_baseline",
-        "--use-rollout-logprobs",
-        "--policy-loss",
-        "reinforce",
-    ),
+    "--advantage-estimator",
+    "optimal_token_baseline",
+    "--use-rollout-logprobs",
+    "--policy-loss",
+    "reinforce",
 )
 ALGORITHMS = {
     # flags: forward passes for the old log-probs, with one optimizer step per rollout and with two
@@ -54,60 +52,73 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("flags", ALGORITHMS, ids=" ".join)
-def test_every_algorithm_trains_and_skips_the_forward_pass_it_can(flags, run):
-    once, twice = ALGORITHMS[flags]
-    rows = run(*flags, "--num-rollout", "2", name="one")
-    assert [row["train/old_log_prob_forwards"] for row in rows] == [once] * 2
-    rows = run(*flags, *TWO_STEPS, name="two")
-    assert [row["train/old_log_prob_forwards"] for row in rows] == [
-        2 * twice,
-        0,
-    ] * 2  # before the first step
-    for row in rows:
+@pytest.fixture(scope="module", params=ALGORITHMS, ids=" ".join)
+def algorithm(request, task, tmp_path_factory):
+    """The flags of an algorithm, and metrics with one step and with two steps per rollout."""
+    directory = tmp_path_factory.mktemp("algorithm")
+    flags = [*task, *request.param]
+    one = run_here([*flags, "--num-rollout", "2"], directory / "one")
+    two = run_here([*flags, *TWO_STEPS], directory / "two")
+    return request.param, one, two
+
+
+def test_every_algorithm_skips_forward_passes_that_it_can(algorithm):
+    flags, one, two = algorithm
+    with_one_step, with_two_steps = ALGORITHMS[flags]
+    assert [row["train/old_log_prob_forwards"] for row in one] == [with_one_step] * 2
+    # the passes of both steps are before the first step
+    assert [row["train/old_log_prob_forwards"] for row in two] == [2 * with_two_steps, 0] * 2
+
+
+def test_every_algorithm_trains(algorithm):
+    _, _, two = algorithm
+    for row in two:
         assert row["train/grad_norm"] > 0
-        assert all(value is not None for value in row.values())  # nothing that was not finite
-        if (
-            "interpolate" not in flags
-        ):  # at a staleness of one step or none the interpolated π_old is π_rollout
-            assert (
-                row["train/train_rollout_logprob_abs_diff"] > 0
-            )  # int8 weights: the mismatch is real
+        assert None not in row.values()  # values that are not finite
+
+
+def test_every_algorithm_measures_the_mismatch_of_int8_weights(algorithm):
+    flags, _, two = algorithm
+    if "interpolate" in flags:
+        pytest.skip("with at most one stale step, the interpolated π_old is the rollout's policy")
+    assert all(row["train/train_rollout_logprob_abs_diff"] > 0 for row in two)
 
 
 @pytest.mark.parametrize(
     "base", [(), ("--use-rollout-logprobs",), TWO_STEPS], ids=["one", "bypass", "two"]
 )
-def test_metrics_only_leaves_training_as_it_is_to_the_bit(base, run):
+def test_measuring_mismatch_leaves_training_to_the_bit(base, run):
     plain = run(*base, name="plain")
     measured = run(*base, "--get-mismatch-metrics", name="measured")
-    for row, other in zip(plain, measured, strict=True):
-        for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac", "rollout/raw_reward"):
-            assert row.get(name) == other.get(name)
+    names = ("train/loss", "train/grad_norm", "train/pg_clipfrac", "rollout/raw_reward")
+    expected = [[row.get(name) for name in names] for row in plain]
+    assert [[row.get(name) for name in names] for row in measured] == expected
 
 
-def test_the_first_step_of_a_rollout_takes_no_pass_twice(run):
-    """What is known of π_old is known of π_θ, too, as long as no step was made: the loss is the same to the bit."""
-    flags = (
-        "--use-rollout-logprobs",
-        "--policy-loss",
-        "reinforce",
-        "--use-tis",
-        "--tis-batch-normalize",
-        *TWO_STEPS,
-    )
-    plain = run(*flags, name="plain")
-    measured = run(*flags, "--get-mismatch-metrics", name="measured")
+@pytest.fixture(scope="module")
+def batch_normalized(task, tmp_path_factory):
+    """Metrics of two steps per rollout without and with --get-mismatch-metrics."""
+    directory = tmp_path_factory.mktemp("batch_normalized")
+    flags = [*task, *TWO_STEPS, "--use-rollout-logprobs", "--policy-loss", "reinforce"]
+    flags += ["--use-tis", "--tis-batch-normalize"]
+    plain = run_here(flags, directory / "plain")
+    measured = run_here([*flags, "--get-mismatch-metrics"], directory / "measured")
+    return plain, measured
+
+
+def test_the_first_step_of_a_rollout_takes_no_pass_twice(batch_normalized):
+    """Before the first step, the pass for π_old also gives log-probs of π_θ."""
+    plain, measured = batch_normalized
     assert [row["train/old_log_prob_forwards"] for row in plain] == [1, 1, 1, 1]
-    assert [row["train/old_log_prob_forwards"] for row in measured] == [
-        2,
-        1,
-        2,
-        1,
-    ]  # both steps', and the second anew
-    for row, other in zip(plain, measured, strict=True):
-        for name in ("train/loss", "train/grad_norm", "train/mis_batch_norm_factor"):
-            assert row[name] == other[name]
+    # the passes for π_old of both steps, and another one for the second step
+    assert [row["train/old_log_prob_forwards"] for row in measured] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "mis_batch_norm_factor"])
+def test_a_pass_for_old_log_probs_leaves_the_step_to_the_bit(batch_normalized, name):
+    plain, measured = batch_normalized
+    expected = [row[f"train/{name}"] for row in plain]
+    assert [row[f"train/{name}"] for row in measured] == expected
 
 
 def test_stale_rollouts_by_the_update_interval(run):
@@ -123,7 +134,7 @@ def test_stale_rollouts_by_the_update_interval(run):
     )
 
 
-def test_one_step_and_several_micro_batches_give_the_same_step(run):
+def test_several_micro_batches_give_the_step_of_one(run):
     flags = (
         "--use-rollout-logprobs",
         "--policy-loss",
@@ -163,37 +174,44 @@ TRIMMING = ("--rs-second-moment-bound", "3e-4")
 ADAPTIVE = ("--use-rs", "--rs-level", "sequence", "--rs-target-fraction", "0.375")
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        (*TRIMMING, "--use-tis", "--tis-batch-normalize"),
-        (*TRIMMING, "--use-tis", "--tis-batch-normalize", *SIGNED),
-        (*TRIMMING, "--use-rollout-logprobs"),
-        (*TRIMMING, "--old-logprobs", "interpolate"),
-        (*ADAPTIVE, "--use-tis"),
-        (*ADAPTIVE, "--use-rollout-logprobs"),
-    ],
-    ids=[
-        "trimmed, decoupled",
-        "by the advantage",
-        "trimmed, bypass",
-        "trimmed, interpolated",
-        "adaptive, decoupled",
-        "adaptive, bypass",
-    ],
-)
-def test_limits_follow_the_whole_step(mode, run):
-    """One limit for all micro-batches, from one forward pass before them."""
-    flags = (*mode, *TWO_STEPS, "--update-weights-interval", "2")
-    whole, split = run(*flags, name="whole"), run(*flags, "--micro-batch-size", "2", name="split")
-    for one, other in zip(whole, split, strict=True):
-        assert training_metrics(other) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-5)
-    forwards = [row["train/old_log_prob_forwards"] for row in whole]
-    assert forwards == ([2, 0, 2, 0] if "--use-tis" in mode else [1, 1, 1, 1])
-    if "--rs-target-fraction" in mode:  # 3 of every step's 8 samples
-        assert [row["train/mis_rs_seq_masked_fraction"] for row in whole] == [0.375] * 4
+LIMITS = {
+    "trimmed, decoupled": (*TRIMMING, "--use-tis", "--tis-batch-normalize"),
+    "by the advantage": (*TRIMMING, "--use-tis", "--tis-batch-normalize", *SIGNED),
+    "trimmed, bypass": (*TRIMMING, "--use-rollout-logprobs"),
+    "trimmed, interpolated": (*TRIMMING, "--old-logprobs", "interpolate"),
+    "adaptive, decoupled": (*ADAPTIVE, "--use-tis"),
+    "adaptive, bypass": (*ADAPTIVE, "--use-rollout-logprobs"),
+}
+
+
+@pytest.fixture(scope="module", params=LIMITS.values(), ids=list(LIMITS))
+def limited(request, task, tmp_path_factory):
+    """The flags of a limit, and metrics with one and with several micro-batches per step."""
+    directory = tmp_path_factory.mktemp("limited")
+    flags = [*task, *request.param, *TWO_STEPS, "--update-weights-interval", "2"]
+    rows = run_here(flags, directory / "one")
+    split = run_here([*flags, "--micro-batch-size", "2"], directory / "split")
+    return request.param, rows, split
+
+
+def test_all_micro_batches_have_one_limit(limited):
+    _, rows, split = limited
+    for row, other in zip(rows, split, strict=True):
+        assert training_metrics(other) == pytest.approx(training_metrics(row), rel=1e-4, abs=1e-5)
+
+
+def test_a_limit_needs_one_forward_pass_per_step(limited):
+    flags, rows, _ = limited
+    expected = [2, 0, 2, 0] if "--use-tis" in flags else [1, 1, 1, 1]
+    assert [row["train/old_log_prob_forwards"] for row in rows] == expected
+
+
+def test_a_limit_rejects_some_tokens_of_a_step(limited):
+    flags, rows, _ = limited
+    if "--rs-target-fraction" in flags:  # 3 of every step's 8 samples
+        assert [row["train/mis_rs_seq_masked_fraction"] for row in rows] == [0.375] * 4
     else:
-        assert any(0 < row["train/mis_second_moment_masked_fraction"] < 0.9 for row in whole)
+        assert any(0 < row["train/mis_second_moment_masked_fraction"] < 0.9 for row in rows)
 
 
 def test_rejected_siblings_shift_no_baseline(run, tmp_path):

@@ -122,7 +122,9 @@ def long_prompts(tmp_path: Path) -> tuple[str, str]:
     return write_long_prompts(tmp_path)
 
 
-def test_a_run_whose_engine_misses_an_update_stops(run, long_prompts, monkeypatch, capsys):
+@pytest.fixture
+def late_engine(monkeypatch):
+    """A rollout engine that misses all updates after the first."""
     usual = LocalEngine.update_weights
 
     def late(self, source, version):
@@ -132,19 +134,37 @@ def test_a_run_whose_engine_misses_an_update_stops(run, long_prompts, monkeypatc
         self.weight_version = version
 
     monkeypatch.setattr(LocalEngine, "update_weights", late)
-    flags = (*long_prompts, "--check-weight-sync", "--rollout-precision", "fp32")
+
+
+def message_of_the_run(run, capsys, *flags: str) -> str:
+    """The error message of a run that ends with one."""
     with pytest.raises(AssertionError):
-        run(*flags, name="tensors")
-    message = capsys.readouterr().err
+        run("--check-weight-sync", "--rollout-precision", "fp32", *flags)
+    message: str = capsys.readouterr().err
+    return message
+
+
+def test_tensors_that_were_not_updated_stop_the_run(run, long_prompts, late_engine, capsys):
+    message = message_of_the_run(run, capsys, *long_prompts)
     assert "error: parameter-sync error: after the update to step 1" in message
     assert "of the local engine differ" in message
+
+
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [
+        pytest.param(
+            "100", "on average in training and by 0 in the local engine", id="no movement"
+        ),
+        pytest.param("1e-9", "more than --weight-sync-bound 1e-09", id="too large a gap"),
+    ],
+)
+def test_log_probs_that_were_not_updated_stop_the_run(
+    bound, text, run, long_prompts, late_engine, monkeypatch, capsys
+):
     monkeypatch.setattr(LocalEngine, "wrong_weights", lambda self, sent: {})
-    with pytest.raises(AssertionError):
-        run(*flags, "--weight-sync-bound", "100", name="movement")
-    assert "on average in training and by 0 in the local engine" in capsys.readouterr().err
-    with pytest.raises(AssertionError):
-        run(*flags, "--weight-sync-bound", "1e-9", name="gap")
-    assert "more than --weight-sync-bound 1e-09" in capsys.readouterr().err
+    message = message_of_the_run(run, capsys, *long_prompts, "--weight-sync-bound", bound)
+    assert text in message
 
 
 @pytest.mark.parametrize(
@@ -160,7 +180,15 @@ def test_ranks_agree(task, long_prompts, tmp_path, layout):
             assert row[name] == pytest.approx(expected[name], rel=1e-2)
 
 
-def test_an_engine_that_has_loaded_the_policy_is_not_sent_it_again(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "versions"),
+    [
+        pytest.param(("--rollout-precision", "fp32"), [1], id="the engine has loaded the weights"),
+        pytest.param(("--rollout-precision", "int8"), [0, 1], id="rounded for the engine"),
+        pytest.param(("--rollout-precision", "fp32", "--bf16"), [0, 1], id="rounded in training"),
+    ],
+)
+def test_weights_that_the_engine_has_loaded_are_not_sent(flags, versions, run, monkeypatch):
     sent = []
     usual = LocalEngine.update_weights
 
@@ -169,9 +197,10 @@ def test_an_engine_that_has_loaded_the_policy_is_not_sent_it_again(run, monkeypa
         usual(self, source, version)
 
     monkeypatch.setattr(LocalEngine, "update_weights", recorded)
-    rows = {}
-    for name, flags in {"fp32": (), "int8": (), "bf16": ("--bf16",)}.items():
-        precision = "fp32" if flags else name
-        rows[name] = run("--num-rollout", "1", "--rollout-precision", precision, *flags, name=name)
-    assert sent == [1, 0, 1, 0, 1]  # fp32 training and engine have the same weights
-    assert rows["fp32"][0]["train/mismatch_k3_kl"] < 1e-9
+    run("--num-rollout", "1", *flags)
+    assert sent == versions
+
+
+def test_an_engine_with_loaded_weights_has_no_mismatch(run):
+    (row,) = run("--num-rollout", "1", "--rollout-precision", "fp32")
+    assert row["train/mismatch_k3_kl"] < 1e-9

@@ -39,12 +39,18 @@ def test_rewrites_what_needs_cuda_or_nccl(source, expected):
     assert rewrite(source) == expected
 
 
-def test_options_need_no_megatron_core_and_no_launcher():
+def test_options_do_not_import_megatron_core():
     code = (
         "import sys, slime_tis.trainer.configs.megatron; sys.exit('megatron.core' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_process_without_launcher_is_the_only_rank():
     assert read_environment({}) == Environment(rank=0, local_rank=0, world_size=1, launched=False)
+
+
+def test_ranks_of_torchrun():
     assert read_environment(TORCHRUN) == Environment(
         rank=3, local_rank=1, world_size=4, launched=True
     )

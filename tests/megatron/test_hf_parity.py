@@ -120,7 +120,7 @@ def compare_all(parallel, directory, layout):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_logits_and_weights_match_transformers(ranks, tmp_path):
+def test_models_match_transformers(ranks, tmp_path):
     for name, (family, sizes) in CASES.items():
         make_checkpoint(tmp_path / name, family, **sizes)
     layout = {"tensor_model_parallel_size": ranks}
@@ -140,40 +140,59 @@ def engine(model, parallel):
     )
 
 
-@pytest.mark.parametrize("shard_bytes", [2**40, 10_000])
-def test_the_hugging_face_directory_loads_with_the_weights(
-    shard_bytes, engine, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(sharded_checkpoint, "SHARD_BYTES", 20_000)
-    assert save_hf(tmp_path / "hf", engine) == tmp_path / "hf"
-    monkeypatch.setattr(sharded_checkpoint, "SHARD_BYTES", shard_bytes)
-    save_hf(tmp_path / "hf", engine)  # again, over the first
-    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
+@pytest.fixture(scope="module", params=[2**40, 10_000], ids=["one file", "several files"])
+def export(request, engine, tmp_path_factory):
+    """A Hugging Face directory, written twice, and whether it has several files of weights."""
+    directory = tmp_path_factory.mktemp("export") / "hf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "SHARD_BYTES", 20_000)
+        assert save_hf(directory, engine) == directory
+        patch.setattr(sharded_checkpoint, "SHARD_BYTES", request.param)
+        save_hf(directory, engine)
+    return directory, request.param == 10_000
+
+
+def test_the_hugging_face_directory_loads_with_the_weights(engine, export):
+    directory, _ = export
+    loaded = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
     for name, tensor in engine.named_hf_tensors():
         assert torch.equal(loaded[name], tensor)
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf").get_vocab()
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"
-    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (shard_bytes == 10_000)
-    listed = json.loads((tmp_path / "hf" / ".slime_tis_export.json").read_text())["files"]
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
-        *listed,
-        ".slime_tis_export.json",
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_links_stay_links_and_the_markers_of_copied_exports_do_not(engine, tmp_path):
+def test_the_hugging_face_directory_has_the_tokenizer(export):
+    assert AutoTokenizer.from_pretrained(export[0]).get_vocab()
+
+
+def test_the_hugging_face_directory_has_the_precision(export):
+    assert json.loads((export[0] / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_only_several_files_have_an_index(export):
+    directory, has_several = export
+    assert (directory / "model.safetensors.index.json").exists() == has_several
+
+
+def test_an_export_leaves_no_other_files(export):
+    directory, _ = export
+    listed = json.loads((directory / ".slime_tis_export.json").read_text())["files"]
+    assert {path.name for path in directory.iterdir()} == {*listed, ".slime_tis_export.json"}
+    assert [path.name for path in directory.parent.iterdir()] == ["hf"]
+
+
+def test_an_export_through_a_link_replaces_its_target(engine, tmp_path):
     save_hf(tmp_path / "real", engine)
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real" / "model.safetensors").write_bytes(b"old")
     assert save_hf(tmp_path / "link", engine) == tmp_path / "real"
-    assert (tmp_path / "link").is_symlink() and (
-        tmp_path / "real" / "model.safetensors"
-    ).stat().st_size > 10_000
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "model.safetensors").stat().st_size > 10_000
+
+
+def test_an_export_of_an_exported_model_has_one_marker(engine, tmp_path):
     save_hf(tmp_path / "first", engine)
     config = MegatronConfig(hf_checkpoint=str(tmp_path / "first"))
-    save_hf(
-        tmp_path / "hf", TrainingEngine(config, engine.parallel, temperature=1.0, total_steps=1)
-    )
+    copy = TrainingEngine(config, engine.parallel, temperature=1.0, total_steps=1)
+    save_hf(tmp_path / "hf", copy)
     listed = json.loads((tmp_path / "hf" / ".slime_tis_export.json").read_text())["files"]
-    assert "model.safetensors" in listed and ".slime_tis_export.json" not in listed
+    assert "model.safetensors" in listed
+    assert ".slime_tis_export.json" not in listed

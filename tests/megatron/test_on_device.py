@@ -67,19 +67,39 @@ def reference(checkpoint):
     return [one.detach() for one in found], float(norm)
 
 
-@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 2e-5), (True, BF16)], ids=["fp32", "bf16"])
-def test_log_probs_and_gradient(checkpoint, parallel, bf16, tolerance):
+PARTITION = [[0, 1, 2, 3], [4, 5, 6, 7]]
+precisions = pytest.mark.parametrize(
+    ("bf16", "tolerance"), [(False, 2e-5), (True, BF16)], ids=["fp32", "bf16"]
+)
+
+
+def make_engine(checkpoint, parallel, bf16) -> TrainingEngine:
     config = MegatronConfig(hf_checkpoint=str(checkpoint), clip_grad=0.0, lr=1e-3, bf16=bf16)
-    engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=2)
-    partition = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    found = engine.log_probs(batch_of(), partition)
-    expected, norm = reference(checkpoint)
-    assert found.device.type == parallel.device.type
-    torch.testing.assert_close(found.cpu(), torch.cat(expected), rtol=0.0, atol=tolerance)
-    step = engine.train_step(batch_of(), partition, likelihood)
+    return TrainingEngine(config, parallel, temperature=1.0, total_steps=2)
+
+
+@precisions
+def test_log_probs(checkpoint, parallel, bf16, tolerance):
+    log_probs = make_engine(checkpoint, parallel, bf16).log_probs(batch_of(), PARTITION)
+    expected, _ = reference(checkpoint)
+    assert log_probs.device.type == parallel.device.type
+    torch.testing.assert_close(log_probs.cpu(), torch.cat(expected), rtol=0.0, atol=tolerance)
+
+
+@precisions
+def test_the_norm_of_the_gradient(checkpoint, parallel, bf16, tolerance):
+    step = make_engine(checkpoint, parallel, bf16).train_step(batch_of(), PARTITION, likelihood)
+    _, norm = reference(checkpoint)
     assert step.grad_norm == pytest.approx(norm, rel=tolerance)
-    again = engine.log_probs(batch_of(), partition)
-    assert float((again - found).sum()) > 0.1  # the step made these tokens likelier
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_step_makes_the_tokens_likelier(checkpoint, parallel, bf16):
+    engine = make_engine(checkpoint, parallel, bf16)
+    before = engine.log_probs(batch_of(), PARTITION)
+    engine.train_step(batch_of(), PARTITION, likelihood)
+    after = engine.log_probs(batch_of(), PARTITION)
+    assert float((after - before).sum()) > 0.1
     assert engine.weights_are_finite()
 
 

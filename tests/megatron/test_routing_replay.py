@@ -134,51 +134,85 @@ def router_gradients(engine):
     return [named[f"decoder.layers.{layer}.mlp.router.weight"].main_grad for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize(
-    "weights", [None, random_weights()], ids=["experts", "experts and weights"]
+@pytest.fixture(
+    scope="module", params=[None, random_weights()], ids=["experts", "experts and weights"]
 )
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_match_autograd_with_the_same_experts(
-    case, weights, checkpoints, parallel
-):
-    experts, forced = (
-        random_experts(),
-        Forced(checkpoints[case], CASES[case][1]["norm_topk_prob"], "sigmoid" in case),
-    )
-    expected = forced.log_probs(experts, weights)
+def replayed_weights(request):
+    """Weights to replay; None for a run that replays only experts."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=CASES)
+def forced_case(request, replayed_weights, checkpoints, parallel):
+    """A checkpoint, a batch with experts to replay, and transformers' log-probs and gradients."""
+    name = request.param
+    experts = random_experts()
+    forced = Forced(checkpoints[name], CASES[name][1]["norm_topk_prob"], "sigmoid" in name)
+    expected = forced.log_probs(experts, replayed_weights)
     (-expected.mean()).backward()
-    engine = make_engine(checkpoints[case], parallel)
-    batch = batch_of(experts, weights)
-    torch.testing.assert_close(log_probs(engine, batch), expected.detach(), rtol=0, atol=2e-5)
-    assert float((log_probs(engine, batch_of(None)) - expected).detach().abs().mean()) > 0.05
+    return checkpoints[name], batch_of(experts, replayed_weights), expected.detach(), forced
+
+
+def test_log_probs_match_autograd_with_the_same_experts(forced_case, parallel):
+    checkpoint, batch, expected, _ = forced_case
+    engine = make_engine(checkpoint, parallel)
+    torch.testing.assert_close(log_probs(engine, batch), expected, rtol=0, atol=2e-5)
+
+
+def test_gradients_match_autograd_with_the_same_experts(forced_case, parallel):
+    checkpoint, batch, _, forced = forced_case
+    engine = make_engine(checkpoint, parallel)
     result = step(engine, batch)
     assert result.grad_norm == pytest.approx(forced.grad_norm(), rel=1e-5)
-    for found, wanted in zip(router_gradients(engine), forced.router_gradients(), strict=True):
-        assert float(wanted.norm()) > 1e-4
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    expected = forced.router_gradients()
+    for gradient, reference in zip(router_gradients(engine), expected, strict=True):
+        assert float(reference.norm()) > 1e-4
+        torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-6)
 
 
-def test_samples_without_rows_and_the_reference_policy_do_not_replay(checkpoints, parallel):
-    engine, experts = (
-        make_engine(checkpoints["weights of the best sum to 1"], parallel),
-        random_experts(),
-    )
-    own, replayed = log_probs(engine, batch_of(None)), log_probs(engine, batch_of(experts))
-    mixed = log_probs(
-        engine,
-        batch_of([experts[0], None, None, experts[3]], [random_weights()[0], None, None, None]),
-    )
+def test_the_router_chooses_other_experts(forced_case, parallel):
+    checkpoint, _, expected, _ = forced_case
+    engine = make_engine(checkpoint, parallel)
+    assert float((log_probs(engine, batch_of(None)) - expected).abs().mean()) > 0.05
+
+
+@pytest.fixture(scope="module")
+def mixed(checkpoints, parallel):
+    """Log-probs per sample: without replay, with all experts, and with the records of some samples.
+
+    The first sample has experts and weights, the last one experts, the others no record.
+    """
+    engine = make_engine(checkpoints["weights of the best sum to 1"], parallel)
+    experts = random_experts()
+    records = [experts[0], None, None, experts[3]]
+    batch = batch_of(records, [random_weights()[0], None, None, None])
     sizes = [length - PROMPT for length in LENGTHS]
-    found, own_parts, replayed_parts = mixed.split(sizes), own.split(sizes), replayed.split(sizes)
-    for sample, expected in ((1, own_parts), (2, own_parts), (3, replayed_parts)):
-        torch.testing.assert_close(found[sample], expected[sample], rtol=0, atol=1e-6)
-    assert float((found[0] - own_parts[0]).abs().mean()) > 0.05
-    assert float((found[0] - replayed_parts[0]).abs().mean()) > 0.01  # it replays weights, too
-    engine, partition = (
-        make_engine(checkpoints["shared expert"], parallel),
-        fixed_partition(len(LENGTHS), 2),
-    )
-    reference = engine.reference_log_probs(batch_of(random_experts(), random_weights()), partition)
+    without = log_probs(engine, batch_of(None)).split(sizes)
+    replayed = log_probs(engine, batch_of(experts)).split(sizes)
+    return without, replayed, log_probs(engine, batch).split(sizes)
+
+
+@pytest.mark.parametrize("sample", [1, 2])
+def test_samples_without_experts_do_not_replay(mixed, sample):
+    without, _, values = mixed
+    torch.testing.assert_close(values[sample], without[sample], rtol=0, atol=1e-6)
+
+
+def test_samples_with_experts_replay_them(mixed):
+    _, replayed, values = mixed
+    torch.testing.assert_close(values[3], replayed[3], rtol=0, atol=1e-6)
+
+
+def test_samples_with_weights_replay_them(mixed):
+    without, replayed, values = mixed
+    assert float((values[0] - without[0]).abs().mean()) > 0.05
+    assert float((values[0] - replayed[0]).abs().mean()) > 0.01
+
+
+def test_the_reference_policy_does_not_replay(checkpoints, parallel):
+    engine = make_engine(checkpoints["shared expert"], parallel)
+    batch = batch_of(random_experts(), random_weights())
+    reference = engine.reference_log_probs(batch, fixed_partition(len(LENGTHS), 2))
     assert torch.equal(reference, log_probs(engine, batch_of(None)))
 
 
@@ -245,30 +279,42 @@ def test_an_abandoned_pass_does_not_affect_the_next(checkpoints, parallel):
     assert step(engine, batch).grad_norm == pytest.approx(expected, rel=1e-6)
 
 
-def test_loads_and_differences_are_counted_once_per_fed_token(checkpoints, parallel):
-    engine, experts = (
-        make_engine(checkpoints["weights of the best sum to 1"], parallel),
-        random_experts(),
-    )
+@pytest.fixture(scope="module")
+def counted(checkpoints, parallel):
+    """Metrics of a pass without replay, the router's experts, and the recorded experts.
+
+    The second sample has no record.
+    """
+    engine = make_engine(checkpoints["weights of the best sum to 1"], parallel)
+    experts = random_experts()
     record = []
     log_probs(engine, batch_of(None), record=record)
-    rows = rows_of(record)
     log_probs(engine, batch_of([experts[0], None, *experts[2:]]), replays_routing=False)
-    found = engine.routing.metrics()
-    differs = torch.cat(
-        [
-            (rows[sample].long().sort(-1).values != experts[sample].long().sort(-1).values).any(-1)
-            for sample in (0, 2, 3)
-        ]
-    )
-    assert found["routing_difference"] == pytest.approx(float(differs.any(1).double().mean()))
+    return engine.routing.metrics(), rows_of(record), experts
+
+
+def test_differences_are_counted_once_per_fed_token(counted):
+    metrics, rows, experts = counted
+    sample_differences = []
+    for sample in (0, 2, 3):
+        chosen = rows[sample].long().sort(-1).values
+        recorded = experts[sample].long().sort(-1).values
+        sample_differences.append((chosen != recorded).any(-1))
+    differs = torch.cat(sample_differences)
+    share = float(differs.any(1).double().mean())
+    assert metrics["routing_difference"] == pytest.approx(share)
     for layer in range(LAYERS):
-        assert found[f"routing_difference/layer_{layer}"] == pytest.approx(
-            float(differs[:, layer].double().mean())
-        )
+        share = float(differs[:, layer].double().mean())
+        assert metrics[f"routing_difference/layer_{layer}"] == pytest.approx(share)
+
+
+def test_loads_are_counted_once_per_fed_token(counted):
+    metrics, rows, _ = counted
     chosen = torch.cat(rows).long()
-    shares = torch.stack(
-        [chosen[:, layer].flatten().bincount(minlength=EXPERTS) for layer in range(LAYERS)]
-    ) / (sum(LENGTHS) - len(LENGTHS))
-    assert found["expert_load_max"] == pytest.approx(float(shares.max()) / TOP_K)
-    assert found["expert_load_min"] == pytest.approx(float(shares.min()) / TOP_K)
+    fed_tokens = sum(LENGTHS) - len(LENGTHS)
+    loads = []
+    for layer in range(LAYERS):
+        loads.append(chosen[:, layer].flatten().bincount(minlength=EXPERTS))
+    shares = torch.stack(loads) / fed_tokens
+    assert metrics["expert_load_max"] == pytest.approx(float(shares.max()) / TOP_K)
+    assert metrics["expert_load_min"] == pytest.approx(float(shares.min()) / TOP_K)

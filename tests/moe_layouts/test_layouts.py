@@ -173,7 +173,7 @@ PARITY_LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", PARITY_LAYOUTS)
-def test_logits_and_weights_match_transformers(layout, tmp_path):
+def test_models_match_transformers(layout, tmp_path):
     for family, sizes in PARITY_CASES.items():
         make_checkpoint(tmp_path / family, family, **sizes)
     on_ranks(compare_all, tmp_path, PARITY_LAYOUTS[layout])

@@ -17,24 +17,34 @@ def task(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("task"), "qwen3_moe")
 
 
-def test_replay_removes_the_mismatch_of_a_coarse_router(run):
-    rows = run(*COARSE, *REPLAY)
-    for row in rows:
-        assert row["train/routing_replay_missing"] == 0
+@pytest.fixture(scope="module")
+def coarse_rows(task, tmp_path_factory):
+    """Metrics of a run with replay, whose rollout engine rounds the router."""
+    return run_here([*task, *COARSE, *REPLAY], tmp_path_factory.mktemp("coarse"))
+
+
+def test_samples_of_the_rollout_engine_have_experts(coarse_rows):
+    assert [row["train/routing_replay_missing"] for row in coarse_rows] == [0] * len(coarse_rows)
+
+
+def test_a_coarse_router_chooses_other_experts(coarse_rows):
+    for row in coarse_rows:
+        layer = row["train/routing_difference/layer_0"]
         assert row["train/routing_difference"] > 0.2
-        assert (
-            row["train/without_replay/routing_difference"]
-            >= row["train/routing_difference/layer_0"]
-            > 0.05
-        )
-        assert (
-            row["train/with_replay/mismatch_k3_kl"] < row["train/without_replay/mismatch_k3_kl"] / 3
-        )
+        assert row["train/without_replay/routing_difference"] >= layer > 0.05
+
+
+def test_replay_removes_the_mismatch_of_a_coarse_router(coarse_rows):
+    for row in coarse_rows:
+        with_replay = row["train/with_replay/mismatch_k3_kl"]
+        assert with_replay < row["train/without_replay/mismatch_k3_kl"] / 3
         assert row["train/with_replay/ratio_max"] < row["train/without_replay/ratio_max"]
         # one step per rollout: the corrected policy is the trained one
-        assert row["train/mismatch_k3_kl"] == pytest.approx(
-            row["train/with_replay/mismatch_k3_kl"], rel=1e-4
-        )
+        assert row["train/mismatch_k3_kl"] == pytest.approx(with_replay, rel=1e-4)
+
+
+def test_expert_loads_are_around_the_mean(coarse_rows):
+    for row in coarse_rows:
         assert 0 <= row["train/expert_load_min"] < 1 / 8 < row["train/expert_load_max"] <= 1 / 2
 
 
@@ -54,60 +64,97 @@ def test_replayed_weights_remove_the_rest_of_the_mismatch(run):
     )
 
 
-def test_equal_engines_need_no_replay(run):
-    plain = run("--rollout-precision", "fp32")
-    for name, flags in (("experts", []), ("weights", ["--routing-replay-weights"])):
-        rows = run("--rollout-precision", "fp32", *REPLAY, *flags, name=name)
-        for row, expected in zip(rows, plain, strict=True):
-            assert row["train/routing_difference"] == 0
-            assert row["train/without_replay/mismatch_k3_kl"] < 1e-9
-            assert row["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
+@pytest.fixture(scope="module")
+def fp32_rows(task, tmp_path_factory):
+    """Metrics of a run without replay, whose engines are equal."""
+    return run_here([*task, "--rollout-precision", "fp32"], tmp_path_factory.mktemp("fp32"))
 
 
-def test_a_run_without_replay_measures_the_mismatch_with_replay(run):
+@pytest.mark.parametrize("flags", [[], ["--routing-replay-weights"]], ids=["experts", "weights"])
+def test_equal_engines_need_no_replay(flags, fp32_rows, run):
+    rows = run("--rollout-precision", "fp32", *REPLAY, *flags)
+    for row, expected in zip(rows, fp32_rows, strict=True):
+        assert row["train/routing_difference"] == 0
+        assert row["train/without_replay/mismatch_k3_kl"] < 1e-9
+        assert row["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def measured_rows(task, tmp_path_factory):
+    """Metrics of a run without replay that measures every second step with replay."""
+    flags = [*task, *COARSE, "--num-steps-per-rollout", "2", "--measure-routing-mismatch", "2"]
+    return run_here(flags, tmp_path_factory.mktemp("measured"))
+
+
+def test_mismatch_is_measured_at_the_interval(measured_rows):
+    steps = [row["step"] for row in measured_rows if "train/with_replay/ratio_max" in row]
+    assert steps == [1, 3, 5]
+    assert any("perf/with_replay_time" in row for row in measured_rows)
+
+
+def test_measuring_the_mismatch_leaves_training(measured_rows, run):
     plain = run(*COARSE, "--num-steps-per-rollout", "2")
-    measured = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY[1:-1], "2", name="measured")
-    replayed = run(
-        *COARSE, "--num-steps-per-rollout", "2", *REPLAY, "--num-rollout", "1", name="replayed"
-    )
-    assert [row["step"] for row in measured if "train/with_replay/ratio_max" in row] == [1, 3, 5]
-    assert any("perf/with_replay_time" in row for row in measured)
-    for row, same in zip(measured, plain, strict=True):  # training is bitwise without replay
-        assert {name: row[name] for name in training_metrics(same)} == training_metrics(same)
+    for row, expected in zip(measured_rows, plain, strict=True):
+        metrics = {name: row[name] for name in training_metrics(expected)}
+        assert metrics == training_metrics(expected)
         assert row["train/routing_replay_missing"] == 0
-    for row in measured[::2]:
-        assert (
-            0
-            < row["train/with_replay/mismatch_k3_kl"]
-            < row["train/without_replay/mismatch_k3_kl"] / 3
-        )
-        assert (
-            row["train/routing_difference"] > 0.2 and row["train/routing_difference/layer_0"] > 0.05
-        )
-    for metric in ("mismatch_k3_kl", "ratio_max", "ratio_min", "train_rollout_logprob_abs_diff"):
-        for name in (
-            f"train/with_replay/{metric}",
-            f"train/without_replay/{metric}",
-        ):  # the same samples
-            assert measured[0][name] == pytest.approx(replayed[0][name], rel=1e-5)
-    assert measured[0]["train/routing_difference"] == replayed[0]["train/routing_difference"]
 
 
-def test_training_replays_the_pass_for_old_log_probs(run):
-    steps = ("--num-steps-per-rollout", "2", "--lr", "3e-2", "--rollout-precision", "fp32")
-    plain, replayed = run(*steps), run(*steps, "--use-routing-replay", name="replayed")
-    assert [row["train/routing_difference"] for row in replayed[::2]] == [
-        0,
-        0,
-        0,
-    ]  # the same weights
+def test_the_measured_mismatch_is_lower_with_replay(measured_rows):
+    for row in measured_rows[::2]:
+        without_replay = row["train/without_replay/mismatch_k3_kl"]
+        assert 0 < row["train/with_replay/mismatch_k3_kl"] < without_replay / 3
+        assert row["train/routing_difference"] > 0.2
+        assert row["train/routing_difference/layer_0"] > 0.05
+
+
+def test_the_measured_mismatch_is_that_of_a_run_with_replay(measured_rows, run):
+    (replayed,) = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY, "--num-rollout", "1")[:1]
+    first = measured_rows[0]
+    names = ("mismatch_k3_kl", "ratio_max", "ratio_min", "train_rollout_logprob_abs_diff")
+    for mode in ("with_replay", "without_replay"):
+        keys = [f"train/{mode}/{name}" for name in names]
+        expected = {key: replayed[key] for key in keys}
+        assert {key: first[key] for key in keys} == pytest.approx(expected, rel=1e-5)
+    assert first["train/routing_difference"] == replayed["train/routing_difference"]
+
+
+OLD_LOG_PROBS = (
+    "--num-steps-per-rollout",
+    "2",
+    "--lr",
+    "3e-2",
+    "--rollout-precision",
+    "fp32",
+)
+
+
+@pytest.fixture(scope="module")
+def old_log_prob_rows(task, tmp_path_factory):
+    """Metrics of runs without replay, and with replay of the pass for old log-probs."""
+    directory = tmp_path_factory.mktemp("old_log_probs")
+    plain = run_here([*task, *OLD_LOG_PROBS], directory / "plain")
+    replayed = run_here([*task, *OLD_LOG_PROBS, "--use-routing-replay"], directory / "replayed")
+    return plain, replayed
+
+
+def test_training_replays_the_pass_for_old_log_probs(old_log_prob_rows):
+    _, replayed = old_log_prob_rows
+    # the first step of a rollout has the same weights as that pass
+    assert [row["train/routing_difference"] for row in replayed[::2]] == [0, 0, 0]
     assert all(row["train/routing_difference"] > 0 for row in replayed[1::2])
-    assert (
-        "train/routing_difference" not in plain[1]
-        and "train/routing_replay_missing" not in replayed[1]
-    )
+
+
+def test_replay_of_old_log_probs_changes_the_second_step(old_log_prob_rows):
+    plain, replayed = old_log_prob_rows
     assert plain[0]["train/loss"] == replayed[0]["train/loss"]
     assert plain[1]["train/ppo_kl"] != replayed[1]["train/ppo_kl"]
+
+
+def test_only_replay_has_routing_metrics(old_log_prob_rows):
+    plain, replayed = old_log_prob_rows
+    assert "train/routing_difference" not in plain[1]
+    assert "train/routing_replay_missing" not in replayed[1]
 
 
 def test_both_replays_together_replay_the_rollouts_experts(run):
@@ -136,25 +183,45 @@ def spoil(file):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_samples_without_usable_experts_are_trained_without_replay_and_counted(task, tmp_path):
-    data = str(tmp_path / "{rollout_id}.jsonl")
+@pytest.fixture(scope="module")
+def spoilt(task, tmp_path_factory):
+    """Flags of a run that loads a rollout without four samples' experts, and metrics before and after."""
+    directory = tmp_path_factory.mktemp("spoilt")
+    data = str(directory / "{rollout_id}.jsonl")
     flags = [*task, *COARSE, *REPLAY, "--routing-replay-weights", "--num-rollout", "1"]
-    whole = run_here([*flags, "--save-debug-rollout-data", data], tmp_path / "whole")[0]
+    (complete,) = run_here([*flags, "--save-debug-rollout-data", data], directory / "complete")
     flags += ["--load-debug-rollout-data", data]
-    again = run_here(flags, tmp_path / "again")[0]
-    assert training_metrics(again) == training_metrics(whole)  # the file has the records
-    spoil(tmp_path / "0.jsonl")
-    row = run_here(flags, tmp_path / "spoilt")[0]
-    assert (whole["train/routing_replay_missing"], row["train/routing_replay_missing"]) == (0, 4)
-    assert (whole.get("health/routing_replay"), row["health/routing_replay"]) == (None, 1)
-    assert row["train/with_replay/mismatch_k3_kl"] > 100 * whole["train/with_replay/mismatch_k3_kl"]
-    assert (
-        row["train/without_replay/mismatch_k3_kl"] == whole["train/without_replay/mismatch_k3_kl"]
-    )
-    micro_batches = run_here([*flags, "--micro-batch-size", "2"], tmp_path / "micro")[0]
-    assert training_metrics(micro_batches) == pytest.approx(
-        training_metrics(row), rel=1e-4, abs=1e-6
-    )
+    (again,) = run_here(flags, directory / "again")
+    assert training_metrics(again) == training_metrics(complete)  # the file has the records
+    spoil(directory / "0.jsonl")
+    (row,) = run_here(flags, directory / "spoilt")
+    return flags, complete, row
+
+
+def test_samples_without_usable_experts_are_counted(spoilt):
+    _, complete, row = spoilt
+    assert complete["train/routing_replay_missing"] == 0
+    assert row["train/routing_replay_missing"] == 4
+
+
+def test_samples_without_usable_experts_are_a_health_warning(spoilt):
+    _, complete, row = spoilt
+    assert "health/routing_replay" not in complete
+    assert row["health/routing_replay"] == 1
+
+
+def test_samples_without_usable_experts_train_without_replay(spoilt):
+    _, complete, row = spoilt
+    with_replay = "train/with_replay/mismatch_k3_kl"
+    assert row[with_replay] > 100 * complete[with_replay]
+    without_replay = "train/without_replay/mismatch_k3_kl"
+    assert row[without_replay] == complete[without_replay]
+
+
+def test_micro_batches_without_usable_experts_give_the_same_step(spoilt, tmp_path):
+    flags, _, row = spoilt
+    (split,) = run_here([*flags, "--micro-batch-size", "2"], tmp_path)
+    assert training_metrics(split) == pytest.approx(training_metrics(row), rel=1e-4, abs=1e-6)
 
 
 def test_a_resumed_run_with_replay_is_bitwise(task, tmp_path):

@@ -40,7 +40,7 @@ def build(checkpoint, parallel):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_weights_are_loaded_and_exported(family, tied, on_cpu, tmp_path):
+def test_loaded_weights_are_exported(family, tied, on_cpu, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tie_word_embeddings=tied)
     model = build(checkpoint, on_cpu)
     load_hf_weights(model, checkpoint, on_cpu)
@@ -50,18 +50,20 @@ def test_weights_are_loaded_and_exported(family, tied, on_cpu, tmp_path):
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in exported.items())
 
 
-def test_checkpoints_have_every_weight_and_mixtures_torch_layers(on_cpu, tmp_path):
+def test_checkpoints_have_every_weight(on_cpu, tmp_path):
     model = build(make_checkpoint(tmp_path, "qwen3"), on_cpu)
-    sharded = model.module.sharded_state_dict()
-    stored = {entry.key for entry in sharded.values()}
-    weights = {
-        name.replace("decoder.layers.0.", "decoder.layers.") for name in named_weights(model.module)
-    }
-    assert {name for name in weights if ".layers.1." not in name} <= stored
-    model = build(make_checkpoint(tmp_path / "mixture", "qwen3_moe"), on_cpu)
-    assert not any(
-        "transformer_engine" in type(module).__module__ for module in model.module.modules()
-    )
+    stored = {entry.key for entry in model.module.sharded_state_dict().values()}
+    weights = set()
+    for name in named_weights(model.module):
+        if ".layers.1." not in name:  # checkpoints stack the layers
+            weights.add(name.replace("decoder.layers.0.", "decoder.layers."))
+    assert weights <= stored
+
+
+def test_mixtures_of_experts_have_torch_layers(on_cpu, tmp_path):
+    model = build(make_checkpoint(tmp_path, "qwen3_moe"), on_cpu)
+    modules = [type(module).__module__ for module in model.module.modules()]
+    assert not [name for name in modules if "transformer_engine" in name]
 
 
 def test_bf16_trains_with_it(on_cpu):
@@ -70,17 +72,19 @@ def test_bf16_trains_with_it(on_cpu):
     )
 
 
-def test_float32_has_neither_flash_nor_fused_attention(on_cpu, monkeypatch):
-    """The unfused backend alone takes packed sequences in float32; it pads them, and refuses context parallelism."""
+@pytest.mark.parametrize(
+    ("context_parallel", "has_unfused"), [(False, True), (True, False)], ids=["one rank", "context"]
+)
+def test_float32_has_only_unfused_attention(context_parallel, has_unfused, on_cpu, monkeypatch):
+    """The unfused backend pads packed sequences, and has no context parallelism."""
     monkeypatch.setattr(attention, "get_device_compute_capability", lambda: (9, 0))
-    layout = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
-    for context_parallel, unfused in ((False, True), (True, False)):
-        parameters = attention.AttentionParams(
-            qkv_dtype=torch.float32,
-            max_seqlen_q=64,
-            max_seqlen_kv=64,
-            context_parallel=context_parallel,
-            **layout,
-        )
-        has_flash, _, has_fused, _, has_unfused, _ = attention.get_attention_backend(parameters)
-        assert (has_flash, has_fused, bool(has_unfused)) == (False, False, unfused)
+    parameters = attention.AttentionParams(
+        qkv_dtype=torch.float32,
+        max_seqlen_q=64,
+        max_seqlen_kv=64,
+        context_parallel=context_parallel,
+        qkv_layout="thd_thd_thd",
+        attn_mask_type="padding_causal",
+    )
+    has_flash, _, has_fused, _, unfused, _ = attention.get_attention_backend(parameters)
+    assert (has_flash, has_fused, bool(unfused)) == (False, False, has_unfused)
