@@ -1,9 +1,10 @@
-"""The correction's flags in the parser of another trainer, here with slime's own flags."""
+"""The correction's flags in another trainer's parser, here with slime's flags."""
 
 import argparse
 import subprocess
 import sys
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from slime_tis.options.fields import field_types, flag
 
 
 @pytest.fixture
-def parser():
+def parser() -> argparse.ArgumentParser:
     """slime's flags with its types and defaults."""
     parser = argparse.ArgumentParser()
     for switch in ("--use-tis", "--use-rollout-logprobs", "--get-mismatch-metrics", "--use-opsm"):
@@ -73,37 +74,46 @@ def parser():
     ],
     ids=["defaults", "slime's names", "both names", "rejection", "verl's criteria"],
 )
-def test_a_command_line_is_a_config(line, expected, parser):
+def test_command_line_is_a_config(
+    line: str, expected: RolloutCorrectionConfig, parser: argparse.ArgumentParser
+) -> None:
     assert rollout_correction_config(parser.parse_args(line.split())) == expected
 
 
-def test_every_option_has_a_flag_and_help(parser):
-    text = parser.format_help()
-    assert all(flag(name) in text for name in field_types(RolloutCorrectionConfig))
+@pytest.mark.parametrize("name", field_types(RolloutCorrectionConfig))
+def test_option_is_in_the_help(name: str, parser: argparse.ArgumentParser) -> None:
+    assert flag(name) in parser.format_help()
 
 
-def test_a_parser_with_only_these_flags_may_get_none_of_them():
+def test_parser_without_other_flags_may_get_no_flag() -> None:
     parser = argparse.ArgumentParser()
     add_rollout_correction_arguments(parser)
     assert rollout_correction_config(parser.parse_args([])) == RolloutCorrectionConfig()
 
 
-OPTIONS = {"use_tis": True, "tis_clip": 3.0, "mis_level": "sequence", "lr": 1e-6}
+OPTIONS: dict[str, Any] = {"use_tis": True, "tis_clip": 3.0, "mis_level": "sequence", "lr": 1e-6}
 
 
-@pytest.mark.parametrize("kind", [dict, MappingProxyType, argparse.Namespace, SimpleNamespace])
-def test_namespaces_or_mappings_of_options_are_read(kind):
-    args = kind(OPTIONS) if kind in (dict, MappingProxyType) else kind(**OPTIONS)
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param(OPTIONS, id="dict"),
+        pytest.param(MappingProxyType(OPTIONS), id="mapping"),
+        pytest.param(argparse.Namespace(**OPTIONS), id="Namespace"),
+        pytest.param(SimpleNamespace(**OPTIONS), id="SimpleNamespace"),
+    ],
+)
+def test_namespaces_or_mappings_of_options_are_read(args: Any) -> None:
     expected = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=3.0, tis_level="sequence")
     assert rollout_correction_config(args) == expected
 
 
-def test_the_variables_of_parsed_arguments_are_read(parser):
+def test_variables_of_parsed_arguments_are_read(parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args(["--use-tis", "--tis-clip", "3"])
     assert rollout_correction_config(vars(args)) == rollout_correction_config(args)
 
 
-def test_an_omegaconf_node_is_read():
+def test_omegaconf_node_is_read() -> None:
     omegaconf = pytest.importorskip("omegaconf")
     node = omegaconf.OmegaConf.create(OPTIONS)
     omegaconf.OmegaConf.set_struct(node, True)
@@ -111,12 +121,19 @@ def test_an_omegaconf_node_is_read():
 
 
 @pytest.mark.parametrize(
-    "args", [None, "--use-tis", ["--use-tis"], 3, (argparse.Namespace(use_tis=True), [])]
+    "args",
+    [
+        pytest.param(None, id="None"),
+        pytest.param("--use-tis", id="text"),
+        pytest.param(["--use-tis"], id="list"),
+        pytest.param(3, id="number"),
+        # the result of parse_known_args
+        pytest.param((argparse.Namespace(use_tis=True), []), id="tuple"),
+    ],
 )
-def test_what_has_no_names_is_refused(args):
-    with pytest.raises(
-        TypeError, match=rf"got {type(args).__name__}; pass the result of parser.parse_args\(\)"
-    ):
+def test_arguments_without_names_are_refused(args: Any) -> None:
+    message = rf"got {type(args).__name__}; pass the result of parser.parse_args\(\)"
+    with pytest.raises(TypeError, match=message):
         rollout_correction_config(args)
 
 
@@ -130,11 +147,9 @@ def test_what_has_no_names_is_refused(args):
         pytest.param(argparse.ArgumentParser(), id="the parser itself"),
     ],
 )
-def test_names_without_an_option_are_refused(args):
-    with pytest.raises(
-        ValueError,
-        match=r"found none of the correction's options in the .* for example use_tis; call",
-    ):
+def test_names_without_an_option_are_refused(args: Any) -> None:
+    message = r"found none of the correction's options in the .* for example use_tis; call"
+    with pytest.raises(ValueError, match=message):
         rollout_correction_config(args)
 
 
@@ -151,7 +166,7 @@ HOST_FLAGS = {"--tis-clip": 2.0, "--mis-upper-bound": 9.0, "--tis-upper-bound": 
         pytest.param("--tis-clip 4 --tis-upper-bound 6", 6.0, id="the name here"),
     ],
 )
-def test_a_given_flag_beats_defaults_of_the_host(line, expected):
+def test_flag_has_priority_over_defaults_of_the_host(line: str, expected: float) -> None:
     parser = argparse.ArgumentParser()
     for name, default in HOST_FLAGS.items():
         parser.add_argument(name, type=float, default=default)
@@ -165,21 +180,22 @@ def test_a_given_flag_beats_defaults_of_the_host(line, expected):
 @pytest.mark.parametrize(
     "options", [{"action": "store_true"}, {"dest": "level"}], ids=["a switch", "another attribute"]
 )
-def test_a_flag_with_another_meaning_is_refused(options):
+def test_flag_with_another_meaning_is_refused(options: dict[str, Any]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rs-level", **options)
     with pytest.raises(ValueError, match="--rs-level"):
         add_rollout_correction_arguments(parser)
 
 
-def test_the_public_file_and_the_import_of_torch_alone():
+def test_public_file_has_both_parsers() -> None:
     assert arguments.add_rollout_correction_arguments is add_rollout_correction_arguments
     assert arguments.parse_args.__module__ == "slime_tis.trainer.cli.train_arguments"
+
+
+def test_flags_do_not_import_the_trainer() -> None:
     code = (
         "import slime_tis.integrations.arguments, sys; print(sorted({'yaml', 'megatron',"
         " 'pydantic'} & {*sys.modules}))"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-        == b"[]\n"
-    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert process.stdout == b"[]\n"
