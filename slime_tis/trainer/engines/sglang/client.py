@@ -37,6 +37,7 @@ from slime_tis.trainer.engines.sglang.schema import (
 Result = TypeVar("Result")
 
 CONNECT_TIMEOUT = 10.0
+"""Longest wait for a connection, in seconds."""
 KEEPALIVE = 2.0
 """Seconds after which idle connections are closed. Servers close them after 5, and a request sent
 meanwhile is lost."""
@@ -49,22 +50,26 @@ ABORT_INTERVAL = 0.5
 """Seconds between two aborts of a request; the server ignores the abort of a request that it has
 not read yet."""
 ABORT_REQUEST_TIMEOUT = 5.0
+"""Longest wait for the answer to an abort, in seconds."""
 CONTROL_BYTES = 4 << 20
 """Maximum answer of endpoints other than /generate, in bytes; /server_info, the largest, has about
 100 kB."""
 CHECKSUM_BYTES = 64 << 20
 """Maximum answer of /weights_checker, in bytes: about 100 per tensor and rank."""
 ERROR_BYTES = 64 << 10
+"""Bytes that are read of an error; later bytes are dropped."""
 READ_BUFFER = 1 << 20
 """Bytes of an answer that wait to be read, per connection; at aiohttp's 64 kB the loop pauses
 connections too often."""
 RETRIED_STATUS = (408, 425, 429)
+"""HTTP 4xx that ask for another attempt: timeout, too early, too many requests."""
 ROUTING_KEY = "X-SMG-Routing-Key"
 """Header by which SGLang's gateway chooses the server, with the policies consistent_hashing and
 manual."""
 USER_ENDPOINTS = ("/generate", "/health", "/model_info", "/server_info", "/workers")
 """Endpoints that take SGLang's API key; all others take the admin key if the server has one."""
 MAX_QUOTE = 400
+"""Maximum characters of a server's text in a message."""
 MAX_SEARCHED = 8192
 """Characters searched for keys, far more than are quoted."""
 MIN_ECHO = 8
@@ -89,7 +94,10 @@ class UnexpectedWeights(ServerError):
 
 
 class RequestRefused(SGLangError, ValueError):
-    """A server refuses a request with HTTP 4xx or `success: false` (status 200); every server would."""
+    """A server refuses a request with HTTP 4xx or `success: false` (status 200).
+
+    Every server would refuse it, except for a wrong key or address.
+    """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -98,7 +106,7 @@ class RequestRefused(SGLangError, ValueError):
 
 @dataclass(eq=False, repr=False)
 class Server:
-    """One SGLang server or a router; requests raise ServerError, or RequestRefused if the server refuses."""
+    """One SGLang server or a router; requests raise ServerError or RequestRefused."""
 
     url: str
     client: Client
@@ -137,54 +145,52 @@ class Server:
         return (await self._get("/model_info", schema.ModelInfo)).weight_version
 
     async def worker_urls(self) -> tuple[str, ...]:
-        """Returns the URLs of a router's servers; raises ValueError if the router refuses or lists none."""
+        """Returns the URLs of a router's servers; raises ValueError if they are unknown."""
         try:
-            workers = (await self._get("/workers", schema.ControlAnswer)).workers or ()
+            answer = await self._get("/workers", schema.ControlAnswer)
+        except SGLangError as error:
+            raise _unknown_workers(str(error)) from None
+        urls: list[str] = []
+        for worker in answer.workers or ():
             # Routers append @RANK to the URL of a data-parallel rank.
-            urls = tuple(
-                dict.fromkeys(normalized_url(re.sub(r"@\d+$", "", each.url)) for each in workers)
-            )
-        except (SGLangError, ValueError) as error:
-            problem = (
-                str(error)
-                if isinstance(error, SGLangError)
-                else f"{self.url} lists an invalid URL."
-            )
-            hint = (
-                "Check --sglang-router-ip and --sglang-router-port, or name the servers with"
-                " --sglang-url."
-            )
-            raise ValueError(
-                f"the servers of the SGLang router are unknown: {problem} {hint}"
-            ) from None
+            try:
+                url = normalized_url(re.sub(r"@\d+$", "", worker.url))
+            except ValueError:
+                raise _unknown_workers(f"{self.url} lists an invalid URL.") from None
+            if url not in urls:
+                urls.append(url)
         if not urls:
             raise ValueError(f"the SGLang router at {self.url} has no servers; add some to it.")
-        return urls
+        return tuple(urls)
 
     async def generate(self, request: GenerateRequest) -> tuple[Generation, str | None]:
-        """Samples the rest of a response. After the timeout, or if cancelled, the request is aborted."""
-        max_bytes = request.max_bytes(self.expert_layout)
-        headers = {ROUTING_KEY: request.session} if request.session else {}
+        """Samples the rest of a response; also says why its experts are unusable.
+
+        After the timeout, or if cancelled, the request is aborted. An aborted request still returns
+        the tokens that it has.
+        """
+        headers = {}
+        if request.session:
+            headers[ROUTING_KEY] = request.session
         experts = None
         if self.expert_layout is not None and request.first_experts is not None:
             experts = ExpertText(self.expert_layout)
-        parse = partial(
-            schema.parse_generation,
-            request=request,
-            vocab_size=self.vocab_size,
-            experts=None if experts is None else experts.experts,
-        )
-        asked = self._request(
+        call = self._request(
             "POST",
             "/generate",
             request.body(),
             timeout=None,
-            parse=parse,
-            max_bytes=max_bytes,
+            parse=partial(
+                schema.parse_generation,
+                request=request,
+                vocab_size=self.vocab_size,
+                experts=None if experts is None else experts.experts,
+            ),
+            max_bytes=request.max_bytes(self.expert_layout),
             headers=headers,
             experts=experts,
         )
-        task = asyncio.create_task(asked)
+        task = asyncio.create_task(call)
         try:
             await asyncio.wait({task}, timeout=self.timeout)
             with suppress(TimeoutError):
@@ -196,7 +202,8 @@ class Server:
                 raise ServerError(f"{self.url} did not answer within {self.timeout:g} s.")
             return task.result()
         finally:
-            if not task.done():  # without an abort the server notices some seconds later
+            if not task.done():
+                # Without an abort, the server notices only some seconds later.
                 self._aborts.start(
                     self.abort(request.request_id), name=f"abort {request.request_id}"
                 )
@@ -204,23 +211,26 @@ class Server:
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of all tokens but the first."""
-        body, max_bytes = schema.score_body(token_ids), schema.max_answer_bytes(len(token_ids))
-        parse = partial(schema.parse_scores, token_ids=token_ids)
         return await self._request(
-            "POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes
+            "POST",
+            "/generate",
+            schema.score_body(token_ids),
+            timeout=self.timeout,
+            parse=partial(schema.parse_scores, token_ids=token_ids),
+            max_bytes=schema.max_answer_bytes(len(token_ids)),
         )
 
     async def top_log_probs(
         self, token_ids: Sequence[int], sampling: Sampling, count: int
     ) -> dict[int, float]:
-        """The likeliest next tokens and their log-probs, as requests with this sampling have them."""
-        body, max_bytes = (
-            schema.top_body(token_ids, sampling, count),
-            schema.max_answer_bytes(count),
-        )
-        parse = partial(schema.parse_top, vocab_size=self.vocab_size)
+        """The likeliest next tokens and their log-probs at the temperature of `sampling`."""
         return await self._request(
-            "POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes
+            "POST",
+            "/generate",
+            schema.top_body(token_ids, sampling, count),
+            timeout=self.timeout,
+            parse=partial(schema.parse_top, vocab_size=self.vocab_size),
+            max_bytes=schema.max_answer_bytes(count),
         )
 
     async def weight_checksums(self) -> Mapping[str, list[str]]:
@@ -246,7 +256,10 @@ class Server:
     async def post(
         self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None
     ) -> None:
-        """Posts a JSON body to an endpoint such as `/flush_cache`; `success: false` is a refusal, too."""
+        """Posts a JSON body to an endpoint such as `/flush_cache`.
+
+        SGLang reports some failures with HTTP 200 and `success: false`: that is a refusal, too.
+        """
         answer = await self._request(
             "POST", endpoint, body, timeout=timeout or self.timeout, parse=bytes
         )
@@ -275,8 +288,9 @@ class Server:
 
         `experts` cuts the routed experts out of the body before it is parsed.
         """
-        url, scope = self.url + endpoint, asyncio.timeout(timeout)
-        asked = self.client.session.request(
+        url = self.url + endpoint
+        scope = asyncio.timeout(timeout)
+        request = self.client.session.request(
             method,
             url,
             json=body,
@@ -284,7 +298,7 @@ class Server:
             allow_redirects=False,
         )
         try:
-            async with scope, asked as response:
+            async with scope, request as response:
                 content = await _read(response, max_bytes, experts)
             if _is_success(response):
                 return parse(content)
@@ -321,34 +335,43 @@ class Keys:
     """Names the key for each endpoint, and removes keys from texts; the keys appear nowhere else."""
 
     def __init__(self, api_key: str | None = None, admin_api_key: str | None = None) -> None:
-        self._api_key, self._admin_api_key = api_key, admin_api_key
-        secrets = {
-            spelling for key in (api_key, admin_api_key) if key for spelling in _spellings(key)
-        }
-        self._short = sorted(
-            (secret for secret in secrets if len(secret) < MIN_ECHO), key=len, reverse=True
-        )
-        self._parts = {
-            text[start : start + MIN_ECHO]
-            for text in secrets
-            for start in range(len(text) - MIN_ECHO + 1)
-        }
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key
+        self._short: list[str] = []
+        """Spellings that are too short for `_parts`, the longest first."""
+        self._parts: set[str] = set()
+        """Each `MIN_ECHO` consecutive characters of a longer spelling."""
+        for key in (api_key, admin_api_key):
+            if not key:
+                continue
+            for secret in _spellings(key):
+                if len(secret) < MIN_ECHO:
+                    self._short.append(secret)
+                for start in range(len(secret) - MIN_ECHO + 1):
+                    self._parts.add(secret[start : start + MIN_ECHO])
+        self._short.sort(key=len, reverse=True)
 
     def __repr__(self) -> str:
         return "Keys()"
 
     def header(self, endpoint: str) -> dict[str, str]:
         """The header that signs a request; empty without a key."""
-        is_admin = not endpoint.endswith(USER_ENDPOINTS)
-        key = (self._admin_api_key or self._api_key) if is_admin else self._api_key
-        return {} if key is None else {"Authorization": f"Bearer {key}"}
+        key = self._api_key
+        if not endpoint.endswith(USER_ENDPOINTS):
+            key = self._admin_api_key or key
+        if key is None:
+            return {}
+        return {"Authorization": f"Bearer {key}"}
 
     def redacted(self, text: str) -> str:
         """Replaces keys, and parts of keys of at least `MIN_ECHO` characters, by `***`."""
-        shown, hidden_until = "", 0
+        shown = ""
+        hidden_until = 0
         for start, character in enumerate(text):
             if text[start : start + MIN_ECHO] in self._parts:
-                shown += "" if start <= hidden_until and shown.endswith(REDACTED) else REDACTED
+                # Overlapping and adjacent parts are one echo.
+                if start > hidden_until or not shown.endswith(REDACTED):
+                    shown += REDACTED
                 hidden_until = start + MIN_ECHO
             if start >= hidden_until:
                 shown += character
@@ -358,18 +381,22 @@ class Keys:
 
 
 class Client(NamedTuple):
-    """HTTP connections to servers. aiohttp reads large answers with a fifth of the processor time of httpx."""
+    """HTTP connections to servers.
+
+    For large answers, aiohttp takes a fifth of the processor time that httpx takes.
+    """
 
     session: aiohttp.ClientSession
     keys: Keys
 
 
 def make_client(api_key: str | None = None, admin_api_key: str | None = None) -> Client:
-    """Returns a client, inside a loop; the admin key, else the API key, is for weights, pauses and aborts."""
-    for key, flag in (
-        (api_key, "--sglang-api-key-env"),
-        (admin_api_key, "--sglang-admin-api-key-env"),
-    ):
+    """Returns a client; call it inside a loop.
+
+    Weights, pauses and aborts take the admin key, or the API key if there is no admin key.
+    """
+    keys = {"--sglang-api-key-env": api_key, "--sglang-admin-api-key-env": admin_api_key}
+    for flag, key in keys.items():
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
             raise ValueError(
                 f"the environment variable of {flag} contains characters that cannot be sent; set"
@@ -386,9 +413,18 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
     return Client(session, Keys(api_key, admin_api_key))
 
 
+def _unknown_workers(problem: str) -> ValueError:
+    return ValueError(
+        f"the servers of the SGLang router are unknown: {problem} Check --sglang-router-ip and"
+        " --sglang-router-port, or name the servers with --sglang-url."
+    )
+
+
 def _spellings(secret: str) -> set[str]:
+    """The secret and its encodings, in which a server may echo it."""
     encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
-    return {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), encoded}
+    escaped = {json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe="")}
+    return {secret, encoded} | escaped
 
 
 def _is_success(response: aiohttp.ClientResponse) -> bool:
@@ -398,23 +434,32 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
 async def _read(
     response: aiohttp.ClientResponse, max_bytes: int, experts: ExpertText | None
 ) -> bytes:
-    """Returns the body of at most `max_bytes` without the experts, or of an error its first `ERROR_BYTES`."""
+    """Returns the body without the experts, or the first `ERROR_BYTES` of an error.
+
+    Raises InvalidAnswer if the body has more than `max_bytes`.
+    """
     # Compressed answers are not read: a compressed megabyte can contain a gigabyte.
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
         if _is_success(response):
             raise InvalidAnswer("it is compressed, but the request accepts no compression")
         return b""
-    limit = max_bytes if _is_success(response) else ERROR_BYTES
-    chunks, size = [], 0
-    experts = experts if _is_success(response) else None
+    if not _is_success(response):
+        max_bytes = ERROR_BYTES
+        experts = None
+    chunks = []
+    size = 0
     async for chunk in response.content.iter_any():
         chunks.append(chunk if experts is None else experts.cut(chunk))
         size += len(chunk)
-        if size > limit:
+        if size > max_bytes:
             if _is_success(response):
-                raise InvalidAnswer(f"it is larger than the {limit} bytes that an answer may have")
+                raise InvalidAnswer(
+                    f"it is larger than the {max_bytes} bytes that an answer may have"
+                )
             break
-    return b"".join(chunks if experts is None else [*chunks, experts.end()])[:limit]
+    if experts is not None:
+        chunks.append(experts.end())
+    return b"".join(chunks)[:max_bytes]
 
 
 def _error_message(body: bytes) -> str:
@@ -424,7 +469,10 @@ def _error_message(body: bytes) -> str:
         message = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    # {"error": {"message": …}}, {"message": …}, {"detail": …}, or combinations
     for name in ("error", "message", "detail"):
         if isinstance(message, dict) and message.get(name) is not None:
             message = message[name]
-    return message if isinstance(message, str) else quoted(message, ERROR_BYTES)
+    if isinstance(message, str):
+        return message
+    return quoted(message, ERROR_BYTES)

@@ -53,7 +53,7 @@ larger than its limit."""
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the servers can sample."""
+    """The lengths, tokens and masks that the servers can sample."""
 
     context_len: int | None
     vocab_size: int | None
@@ -70,26 +70,29 @@ class Limits:
         """Maximum number of tokens after an input of this length; below 1 if none fit."""
         if self.max_input_len is not None and length > self.max_input_len:
             return 0
-        ends = [sampling.max_context_len]
-        ends.append(
-            None if self.context_len is None else self.context_len - 1
-        )  # SGLang may refuse the whole context
-        # a server may have been started with a shorter context
-        ends.append(None if self.max_input_len is None else self.max_input_len + INPUT_MARGIN)
-        return min([sampling.max_response_len, *(end - length for end in ends if end is not None)])
+        lengths = [sampling.max_response_len]
+        if sampling.max_context_len is not None:
+            lengths.append(sampling.max_context_len - length)
+        if self.context_len is not None:
+            # SGLang may refuse a request that fills the context.
+            lengths.append(self.context_len - 1 - length)
+        if self.max_input_len is not None:
+            # A server may have been started with a shorter context.
+            lengths.append(self.max_input_len + INPUT_MARGIN - length)
+        return min(lengths)
 
     def with_reported_masks(self, sampling: Sampling) -> Sampling:
         """Replaces top-k so that servers report the sampling masks, or disables masks."""
         limit = self.mask_tokens
         if limit is None or not sampling.return_sampling_mask:
             return replace(sampling, return_sampling_mask=False)
-        return replace(
-            sampling,
-            top_k=limit - limit // TOP_K_TIE_MARGIN if sampling.top_k == -1 else sampling.top_k,
-        )
+        if sampling.top_k != -1:
+            return sampling
+        return replace(sampling, top_k=limit - limit // TOP_K_TIE_MARGIN)
 
 
 NOTHING = Generation.of(Sample())
+"""A response without tokens."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -132,10 +135,11 @@ class PendingSample:
     @property
     def first_experts(self) -> int | None:
         """First token whose experts must be recorded; None if earlier experts are missing."""
-        experts = self.answer.routed_experts
         if not self.answer.token_ids:
             return 0
-        return None if experts is None else len(experts)
+        if self.answer.routed_experts is None:
+            return None
+        return len(self.answer.routed_experts)
 
     @property
     def unrecorded_layer(self) -> int | None:
@@ -144,19 +148,25 @@ class PendingSample:
         # For k > 1, ExpertText already checks that a token's experts are distinct.
         if not self.is_complete or experts is None or not len(experts) or experts.shape[-1] > 1:
             return None
-        layers = (experts == 0).all(-1).all(0).nonzero().flatten().tolist()
-        return layers[0] if layers else None
+        is_unrecorded = (experts == 0).all(-1).all(0)  # [sparse layers]
+        if not is_unrecorded.any():
+            return None
+        return int(is_unrecorded.nonzero()[0])
 
     def append(self, later: Generation) -> None:
         """Adds the tokens of a request; after an aborted request the response is incomplete."""
-        first, experts = self.answer, later.routed_experts
+        first = self.answer
         if not later.token_ids:
             experts = first.routed_experts
-        elif first.token_ids and experts is not None:
-            experts = (
-                None if first.routed_experts is None else torch.cat([first.routed_experts, experts])
-            )
-        is_masked = first.sampling_mask is not None or later.sampling_mask is not None
+        elif not first.token_ids:
+            experts = later.routed_experts
+        elif first.routed_experts is None or later.routed_experts is None:
+            experts = None
+        else:
+            experts = torch.cat([first.routed_experts, later.routed_experts])
+        mask = None
+        if first.sampling_mask is not None or later.sampling_mask is not None:
+            mask = SamplingMask.cat([first.candidates, later.candidates])
         self.answer = replace(
             later,
             token_ids=first.token_ids + later.token_ids,
@@ -164,25 +174,35 @@ class PendingSample:
             weight_versions=first.weight_versions + later.weight_versions,
             workers=first.workers + later.workers,
             routed_experts=experts,
-            sampling_mask=(
-                SamplingMask.cat([first.candidates, later.candidates]) if is_masked else None
-            ),
+            sampling_mask=mask,
         )
         self.finish_if_full()
 
     def finish_if_full(self, max_input_len: int | None = None) -> None:
-        """Ends the response with reason length if no token remains or the input is too long for the servers."""
-        too_long = (
+        """Ends the response with reason length if no token may follow.
+
+        Either none remains, or the response has tokens and the input is too long for the servers.
+        """
+        if self.is_complete:
+            return
+        is_too_long = (
             max_input_len is not None
             and len(self.input_ids) > max_input_len
             and len(self.answer.token_ids) > 0
         )
-        if not self.is_complete and (self.remaining_tokens < 1 or too_long):
+        if self.remaining_tokens < 1 or is_too_long:
             self.answer = replace(self.answer, finish_reason="length")
 
     def stop_after(self, length: int) -> None:
         """Truncates the response to its first tokens, and ends it with reason stop."""
-        answer, fed = self.answer, len(self.prompt_ids) + length - 1
+        answer = self.answer
+        experts = answer.routed_experts
+        if experts is not None:
+            # The last token was not fed, so it has no experts.
+            experts = experts[: len(self.prompt_ids) + length - 1].clone()
+        mask = answer.sampling_mask
+        if mask is not None:
+            mask = mask.select(torch.arange(length))
         self.answer = replace(
             answer,
             token_ids=answer.token_ids[:length],
@@ -190,20 +210,16 @@ class PendingSample:
             weight_versions=answer.weight_versions[:length],
             workers=answer.workers[:length],
             finish_reason="stop",
-            routed_experts=(
-                None if answer.routed_experts is None else answer.routed_experts[:fed].clone()
-            ),
-            sampling_mask=(
-                None
-                if answer.sampling_mask is None
-                else answer.candidates.select(torch.arange(length))
-            ),
+            routed_experts=experts,
+            sampling_mask=mask,
         )
 
     def generation(self, tokenizer: PreTrainedTokenizerBase, options: RequestOptions) -> Generation:
         """Returns the answer with its text; omits experts if a layer was not recorded."""
         text = response_text(tokenizer, self.answer.token_ids, options, self.answer.finish_reason)
-        experts = self.answer.routed_experts if self.unrecorded_layer is None else None
+        experts = self.answer.routed_experts
+        if self.unrecorded_layer is not None:
+            experts = None
         return replace(self.answer, text=text, routed_experts=experts)
 
 
@@ -212,7 +228,7 @@ class RolloutTask:
     """Calls of a function in flight, and their requests. It belongs to one loop."""
 
     name: str
-    """Unique prefix of its request ids, of equal width for all rollouts."""
+    """Unique prefix of the request ids, of equal width for all rollouts."""
     dispatcher: Dispatcher
     tokenizer: PreTrainedTokenizerBase
     limits: Limits
@@ -241,28 +257,26 @@ class RolloutTask:
         return [sample_of(sample.row, response.generation(self.tokenizer, options))]
 
     async def answer(self, request: Request) -> Generation:
-        """Answers one request, with abort once enough groups are complete."""
+        """Answers one request; aborts it once enough groups are complete."""
         if self.stopping:
             await asyncio.sleep(ABORTED_PAUSE)
-        options = replace(
-            request.options, sampling=self.limits.with_reported_masks(request.options.sampling)
-        )
+        sampling = self.limits.with_reported_masks(request.options.sampling)
+        options = replace(request.options, sampling=sampling)
+        # The session becomes a header, which must be ASCII.
+        session = hashlib.blake2b(repr(request.session).encode(), digest_size=8).hexdigest()
         response = PendingSample(
             prompt_ids=request.token_ids,
-            max_new_tokens=self.limits.after(len(request.token_ids), options.sampling),
+            max_new_tokens=self.limits.after(len(request.token_ids), sampling),
             seed=seed_of(request.key),
-            session=hashlib.blake2b(
-                repr(request.session).encode(), digest_size=8
-            ).hexdigest(),  # a header is ASCII
+            session=session,
         )
         try:
             await self.finish(response, options)
-        except Exception as error:  # functions may swallow it
+        except Exception as error:  # functions may catch and ignore it
             self.batch.fail(error)
             raise
-        if (
-            options.stop and response.num_requests > 1
-        ):  # servers search only the tokens of one request
+        # A server searches stop strings only in the tokens of one request.
+        if options.stop and response.num_requests > 1:
             end = StopStrings(self.tokenizer, options.stop).first(response.answer.token_ids)
             if end is not None:
                 response.stop_after(end)
@@ -286,31 +300,37 @@ class RolloutTask:
         self.stopping = True
 
         def in_flight() -> list[tuple[Server, str]]:
+            requests = []
             for task, response in self._responses.items():
-                if response.request is None:
+                if response.request is None:  # it waits for a server
                     task.cancel()
-            return [
-                each.request
-                for task, each in self._responses.items()
-                if each.request and not task.done()
-            ]
+                elif not task.done():
+                    requests.append(response.request)
+            return requests
 
         await _abort_all(in_flight)
 
     async def end_before_update(self) -> None:
-        """Aborts requests for experts before an update, after which tokens that are fed again get other experts."""
+        """Aborts requests for experts before an update.
+
+        After the update, servers would feed their earlier tokens again, which would get other
+        experts. The aborted responses continue with new requests.
+        """
         if not self.batch.sampling.return_routed_experts:
             return
-        requests = [
-            (response, response.request)
-            for response in self._responses.values()
-            if response.request
-        ]
-        self._interrupted.update(response for response, _ in requests)
-        # A response may have sent its next request meanwhile, which has another tuple.
-        await _abort_all(
-            lambda: [request for response, request in requests if response.request is request]
-        )
+        requests: dict[PendingSample, tuple[Server, str]] = {}
+        for response in self._responses.values():
+            if response.request is not None:
+                requests[response] = response.request
+        self._interrupted.update(requests)
+
+        def in_flight() -> list[tuple[Server, str]]:
+            # A response may have sent its next request meanwhile, which has another tuple.
+            return [
+                request for response, request in requests.items() if response.request is request
+            ]
+
+        await _abort_all(in_flight)
 
     async def _finish(
         self, response: PendingSample, options: RequestOptions, request_id: str
@@ -326,44 +346,43 @@ class RolloutTask:
     async def _request(
         self, response: PendingSample, options: RequestOptions, state: ServerState, request_id: str
     ) -> None:
-        server, health = state.server, self.dispatcher.health
+        server = state.server
+        health = self.dispatcher.health
         first_version = health.version_of(state)
+        # Without a conversation, the common prefix of the response's request ids is the session.
+        session = request_id.rpartition("-")[0]
+        if response.session is not None:
+            session = f"{self.name}-{response.session}"
+        takes_seeds = health.takes_seeds(state)
+        records_experts = options.sampling.return_routed_experts
+        request = GenerateRequest(
+            input_ids=response.input_ids,
+            sampling=options.sampling,
+            max_new_tokens=response.remaining_tokens,
+            request_id=request_id,
+            session=session,
+            seed=response.seed if takes_seeds else None,
+            first_experts=response.first_experts if records_experts else None,
+            stop=options.stop,
+        )
         self._interrupted.discard(response)
         response.num_requests += 1
-        response.request = server, request_id
+        response.request = (server, request_id)
         try:
-            completion, problem = await server.generate(
-                GenerateRequest(
-                    input_ids=response.input_ids,
-                    sampling=options.sampling,
-                    max_new_tokens=response.remaining_tokens,
-                    request_id=request_id,
-                    session=(
-                        f"{self.name}-{response.session}"
-                        if response.session
-                        else request_id.rpartition("-")[0]
-                    ),
-                    seed=response.seed if health.takes_seeds(state) else None,
-                    first_experts=(
-                        response.first_experts if options.sampling.return_routed_experts else None
-                    ),
-                    stop=options.stop,
-                )
-            )
+            completion, problem = await server.generate(request)
         finally:
             response.request = None
         health.check_versions(state, first_version, completion.weight_versions)
         if problem is not None:
             health.note_missing_experts(server, problem)
-        response.append(
-            replace(completion, workers=Numbers("i", [state.index] * len(completion.token_ids)))
-        )
+        workers = Numbers("i", [state.index] * len(completion.token_ids))
+        response.append(replace(completion, workers=workers))
         if response.unrecorded_layer is not None:
             problem = (
                 "every token of a response went to expert 0 of sparse layer"
-                f" {response.unrecorded_layer}"
+                f" {response.unrecorded_layer}, as if it were not recorded"
             )
-            health.note_missing_experts(server, f"{problem}, as if it were not recorded")
+            health.note_missing_experts(server, problem)
         if not completion.token_ids and not self.stopping and response not in self._interrupted:
             raise ServerError(f"{server.url} aborted a request before its first token.")
 

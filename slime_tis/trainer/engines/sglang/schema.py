@@ -24,6 +24,7 @@ from slime_tis.trainer.engines.function_requests import Generation
 BYTES_PER_TOKEN = 256
 """Maximum average bytes of an answer per token; real answers have 50 to 80."""
 BYTES_PER_TOKEN_ID = 10
+"""Maximum average bytes of a token id in a sampling mask."""
 ANSWER_BYTES = 256 << 10
 """Maximum bytes of an answer in addition to its tokens."""
 NEUTRAL_SAMPLING_PARAMS = {
@@ -36,10 +37,11 @@ NEUTRAL_SAMPLING_PARAMS = {
 MAX_LOG_PROB = 1e-3
 """Largest log-prob: in half precision a probability of 1 may be rounded up slightly."""
 LOWEST = -1e30
-"""Log-probs below are a server's −∞."""
+"""Log-probs up to this value are a server's −∞."""
 EXPERT_BYTES = 4
-"""Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
+"""Bytes of a routed expert, an int32. Base64 encodes 3 bytes as 4 characters."""
 MAX_NAME = 128
+"""Maximum characters of a name in an answer."""
 
 
 class InvalidAnswer(Exception):
@@ -56,9 +58,8 @@ class ExpertLayout:
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of the experts of some tokens in an answer."""
-        return 4 * math.ceil(
-            EXPERT_BYTES * num_tokens * self.num_hidden_layers * self.moe.top_k / 3
-        )
+        num_experts = num_tokens * self.num_hidden_layers * self.moe.top_k
+        return 4 * math.ceil(EXPERT_BYTES * num_experts / 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +110,10 @@ class GenerateRequest:
 
     def max_bytes(self, layout: ExpertLayout | None = None) -> int:
         """Maximum bytes of the answer."""
-        # A mask also contains tokens as likely as the last one of top-k.
-        mask_tokens = 2 * self.sampling.top_k if self.sampling.return_sampling_mask else 0
+        mask_tokens = 0
+        if self.sampling.return_sampling_mask:
+            # A mask also contains tokens as likely as the last one of top-k.
+            mask_tokens = 2 * self.sampling.top_k
         max_bytes = max_answer_bytes(self.max_new_tokens, mask_tokens)
         if layout is not None and self.first_experts is not None:
             max_bytes += layout.num_bytes(len(self.input_ids) + self.max_new_tokens)
@@ -142,12 +145,17 @@ def top_body(token_ids: Sequence[int], sampling: Sampling, count: int) -> dict[s
 
 
 def max_answer_bytes(num_tokens: int, mask_tokens: int = 0) -> int:
-    """Maximum bytes of an answer with this number of tokens and, per token, of ids of a sampling mask."""
-    return ANSWER_BYTES + (BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * mask_tokens) * num_tokens
+    """Maximum bytes of an answer with `num_tokens` tokens, each with a mask of `mask_tokens` ids."""
+    bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * mask_tokens
+    return ANSWER_BYTES + bytes_per_token * num_tokens
 
 
 def version_number(name: object) -> int:
-    """The version in a server's name of its weights: a decimal number, else 0 for the initial weights."""
+    """The version that a server's weights are named by; 0 for names that are not numbers.
+
+    Runs name weights by decimal numbers; SGLang names the initial weights "default". Raises
+    ValueError for signed, long and fractional numbers, which no run gives.
+    """
     if name is None:
         return 0
     if (
@@ -156,7 +164,9 @@ def version_number(name: object) -> int:
         or re.fullmatch(r"[+-][0-9]+|[0-9]{16,}|[+-]?[0-9]+\.[0-9]*", name)
     ):
         raise ValueError(f"the name of its weights is {quoted(name)}")
-    return int(name) if re.fullmatch("[0-9]+", name) else 0
+    if re.fullmatch("[0-9]+", name):
+        return int(name)
+    return 0
 
 
 LogProb = Annotated[float, msgspec.Meta(le=MAX_LOG_PROB)]
@@ -220,7 +230,10 @@ class ModelInfo(Answer):
 
 
 class ServerInfo(Answer):
-    """The answer to GET /server_info. Never log it: it contains the API key. Its weight version is the initial one."""
+    """The answer to GET /server_info. Never log it: it contains the API key.
+
+    Its weight version is that of the start; GET /model_info has the current one.
+    """
 
     version: Name = ""
     max_req_input_len: TokenCount | None = None
@@ -259,16 +272,16 @@ AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
 def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
-    """Parses the body of an answer; raises InvalidAnswer if it is not JSON or a field is missing or invalid."""
+    """Parses the body of an answer.
+
+    Raises InvalidAnswer if it is not JSON, or a field is missing or invalid.
+    """
     try:
         return msgspec.json.decode(body, type=schema)
     except msgspec.ValidationError as error:
         raise InvalidAnswer(str(error)) from None
-    except (
-        msgspec.DecodeError,
-        ValueError,
-        RecursionError,
-    ):  # ValueError: a text that is not UTF-8
+    # ValueError: a text that is not UTF-8. RecursionError: deeply nested lists.
+    except (msgspec.DecodeError, ValueError, RecursionError):
         raise InvalidAnswer("it is not JSON") from None
 
 
@@ -286,9 +299,11 @@ def parse_generation(
     """
     answer = parse(GenerateAnswer, body)
     _check_vocabulary("it", answer.output_ids, vocab_size)
-    meta, token_ids = answer.meta_info, Numbers("q", answer.output_ids)
+    meta = answer.meta_info
+    token_ids = Numbers("q", answer.output_ids)
+    length = len(token_ids)
     entries = meta.output_token_logprobs if token_ids else []
-    log_probs, length = _log_probs_of(token_ids, entries), len(token_ids)
+    log_probs = _log_probs_of(token_ids, entries)
     if meta.completion_tokens not in (None, length):
         raise InvalidAnswer(
             f"it has {length} tokens and says that they are {quoted(meta.completion_tokens)}"
@@ -298,20 +313,20 @@ def parse_generation(
     if not token_ids and meta.finish_reason.type != "abort":
         raise InvalidAnswer(f"it has no tokens but finish_reason {meta.finish_reason.type!r}")
     versions = _token_versions(meta, length)
-    routed_experts, problem, mask = None, None, None
+    routed_experts = None
+    problem = None
     if experts is not None and request.first_experts is not None and token_ids:
-        if (
-            versions[0] != versions[-1]
-        ):  # after an update, earlier tokens were fed again to other routers
+        # The last token was not fed, so it has no experts.
+        num_rows = len(request.input_ids) + length - 1 - request.first_experts
+        # After an update, earlier tokens were fed again, to routers with other weights.
+        if versions[0] != versions[-1]:
             problem = "its weights were updated in the middle of a request"
         else:
-            num_rows = (
-                len(request.input_ids) + length - 1 - request.first_experts
-            )  # the last token was not fed
             try:
                 routed_experts = experts(num_rows)
             except InvalidAnswer as error:
                 problem = str(error)
+    mask = None
     if request.sampling.return_sampling_mask:
         mask, log_probs = _sampling_mask(meta, token_ids, vocab_size)
     generation = Generation(
@@ -328,9 +343,8 @@ def parse_generation(
 
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
     """Parses the log-probs at temperature 1 of all tokens but the first; raises InvalidAnswer."""
-    return _log_probs_of(
-        Numbers("q", token_ids[1:]), parse(GenerateAnswer, body).meta_info.input_token_logprobs[1:]
-    ).tolist()
+    entries = parse(GenerateAnswer, body).meta_info.input_token_logprobs
+    return _log_probs_of(Numbers("q", token_ids[1:]), entries[1:]).tolist()
 
 
 def parse_top(body: bytes, vocab_size: int | None = None) -> dict[int, float]:
@@ -338,12 +352,13 @@ def parse_top(body: bytes, vocab_size: int | None = None) -> dict[int, float]:
     positions = parse(GenerateAnswer, body).meta_info.output_top_logprobs
     if not positions or not positions[0]:
         raise InvalidAnswer("it has no output_top_logprobs")
-    _check_vocabulary("output_top_logprobs", [entry.token for entry in positions[0]], vocab_size)
-    return {
-        entry.token: min(entry.log_prob, 0.0)
-        for entry in positions[0]
-        if entry.log_prob is not None and entry.log_prob > LOWEST
-    }
+    token_ids = [entry.token for entry in positions[0]]
+    _check_vocabulary("output_top_logprobs", token_ids, vocab_size)
+    log_probs = {}
+    for entry in positions[0]:
+        if entry.log_prob is not None and entry.log_prob > LOWEST:
+            log_probs[entry.token] = min(entry.log_prob, 0.0)
+    return log_probs
 
 
 def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
@@ -359,18 +374,18 @@ def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
 
 
 def _check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | None) -> None:
-    if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
-        problem = (
-            f"has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at"
-            f" {vocab_size - 1}"
+    if vocab_size is not None and max(token_ids, default=0) >= vocab_size:
+        raise InvalidAnswer(
+            f"{subject} has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at"
+            f" {vocab_size - 1}; see that the server runs the same model"
         )
-        raise InvalidAnswer(f"{subject} {problem}; see that the server runs the same model")
 
 
 def _sampling_mask(
     meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None
 ) -> tuple[SamplingMask, Numbers]:
-    sets, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    sets = meta.output_token_sampling_mask
+    log_probs = meta.output_token_sampling_logprobs
     if not token_ids:
         return SamplingMask.unrecorded(0), Numbers("d")
     if sets is None or log_probs is None:
@@ -391,42 +406,39 @@ def _sampling_mask(
                 f"sampling mask {position} lacks the token {token} that was sampled"
             )
         _check_vocabulary(f"sampling mask {position}", allowed, vocab_size)
-    return SamplingMask.from_sets(sets), Numbers(
-        "d", [min(log_prob, 0.0) for log_prob in log_probs]
-    )
+    # Half precision may round a probability of 1 up.
+    bounded = Numbers("d", [min(log_prob, 0.0) for log_prob in log_probs])
+    return SamplingMask.from_sets(sets), bounded
 
 
 def _log_probs_of(token_ids: Numbers, entries: Sequence[TokenLogProb]) -> Numbers:
     if len(entries) != len(token_ids):
         raise InvalidAnswer(f"it has {len(entries)} log-probs for {len(token_ids)} tokens")
-    log_probs = np.array(
-        [entry.log_prob for entry in entries], np.float64
-    )  # null becomes NaN, which JSON has not
+    # null becomes NaN, which JSON does not have.
+    log_probs = np.array([entry.log_prob for entry in entries], np.float64)
     if np.isnan(log_probs).any():
         raise InvalidAnswer(f"log-prob {int(np.isnan(log_probs).argmax())} is null")
-    of_tokens = Numbers("q", [entry.token for entry in entries])
-    if of_tokens != token_ids:
-        position = next(i for i, token in enumerate(token_ids) if of_tokens[i] != token)
-        problem = (
-            f"is of token {quoted(of_tokens[position])}, but the token is {token_ids[position]}"
-        )
-        raise InvalidAnswer(f"log-prob {position} {problem}")
+    for position, (entry, token) in enumerate(zip(entries, token_ids, strict=True)):
+        if entry.token != token:
+            raise InvalidAnswer(
+                f"log-prob {position} is of token {quoted(entry.token)}, but the token is {token}"
+            )
     return Numbers("d", np.minimum(log_probs, 0.0).tobytes())
 
 
 def _token_versions(meta: OutputMeta, length: int) -> Numbers:
-    end, last = 0, 0
+    """The version of each token, from the spans of an answer."""
+    versions = Numbers("q")
+    last = 0
     for span in meta.weight_versions:
+        end = len(versions)
         if span.start != end or not span.start <= span.end <= length:
             bounds = f"{quoted(span.start)} to {quoted(span.end)} after {end} of {length} tokens"
             raise InvalidAnswer(f"weight_versions has a span from {bounds}")
         if span.version < last:
             raise InvalidAnswer(f"weight_versions goes back from {last} to {span.version}")
-        end, last = span.end, span.version
-    if end != length:
-        raise InvalidAnswer(f"weight_versions covers {end} tokens of {length}")
-    counts = [span.end - span.start for span in meta.weight_versions]
-    return Numbers(
-        "q",
-        np.repeat(np.array([span.version for span in meta.weight_versions], "q"), counts).tobytes(),
-    )
+        versions.extend([span.version] * (span.end - span.start))
+        last = span.version
+    if len(versions) != length:
+        raise InvalidAnswer(f"weight_versions covers {len(versions)} tokens of {length}")
+    return versions

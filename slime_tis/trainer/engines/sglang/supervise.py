@@ -21,9 +21,12 @@ import time
 from collections.abc import Mapping
 
 VARIABLE = "-env"
+"""Ending of a flag whose value is the name of an environment variable."""
 MODULE = "sglang.launch_server"
 GRACE = 30.0
+"""Seconds between SIGTERM and SIGKILL."""
 TICK = 0.2
+"""Longest wait for output, in seconds, between two looks at the server."""
 LONGEST_LINE = 1 << 20
 """Maximum bytes held back without an end of line."""
 
@@ -44,56 +47,69 @@ def main(log: str, flags: list[str]) -> int:
 
 
 def with_secrets(flags: list[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Returns the flags with the values of their variables at the end, and these values; omits unset variables."""
-    plain: list[str] = []
-    named: dict[str, str] = {}
+    """Returns the server's flags and its secrets.
+
+    `--NAME-env VARIABLE` becomes `--NAME=VALUE` behind the other flags, and is left out if the
+    variable is unset or empty.
+    """
+    server_flags: list[str] = []
+    secrets: dict[str, str] = {}
     words = iter(flags)
     for word in words:
         name, equals, variable = word.partition("=")
-        if name.startswith("--") and name.endswith(VARIABLE):
-            named[name.removesuffix(VARIABLE)] = environ.get(
-                variable if equals else next(words, ""), ""
-            )
-        else:
-            plain.append(word)
-    named = {name: value for name, value in named.items() if value}
-    return [*plain, *(f"{name}={value}" for name, value in named.items())], list(named.values())
+        if not (name.startswith("--") and name.endswith(VARIABLE)):
+            server_flags.append(word)
+            continue
+        if not equals:
+            variable = next(words, "")
+        secrets[name.removesuffix(VARIABLE)] = environ.get(variable, "")
+    for name, value in secrets.items():
+        if value:
+            server_flags.append(f"{name}={value}")
+    return server_flags, [value for value in secrets.values() if value]
 
 
 def become_server(flags: list[str], output: int) -> None:
     """Runs the server in this process, as `python -m` would."""
+    # Not this process's standard input, whose end means that the run has ended.
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     os.close(nothing)
     os.close(output)
-    here = os.path.dirname(os.path.abspath(__file__))  # the server must not import these modules
+    # Python puts this script's directory first; the server must not import its modules.
+    here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     sys.argv = [MODULE, *flags]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 
 
 class Redacted:
-    """Writes whole lines without secrets."""
+    """Writes complete lines, in which secrets are replaced by `***`."""
 
     def __init__(self, file: int, secrets: list[str]) -> None:
-        self._file, self._held = file, b""
-        spellings = {
-            text
-            for secret in secrets
-            for text in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1])
-        }
+        self._file = file
+        self._held = b""
+        """The beginning of a line: a secret may continue in the next output."""
+        spellings = set()
+        for secret in secrets:
+            # The server may also print its flags as Python or JSON.
+            spellings |= {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]}
+        # The longest first: a shorter spelling may be part of a longer one.
         self._secrets = [spelling.encode() for spelling in sorted(spellings, key=len, reverse=True)]
 
     def write(self, text: bytes, *, is_last: bool = False) -> None:
-        """Writes complete lines, and holds the rest back."""
+        """Writes complete lines, and holds the rest back until the line ends or is too long."""
         self._held += text
-        cut = (
-            len(self._held)
-            if is_last
-            else self._held.rfind(b"\n") + 1 or max(0, len(self._held) - LONGEST_LINE)
-        )
-        line, self._held = self._held[:cut], self._held[cut:]
+        if is_last:
+            end_of_line = len(self._held)
+        else:
+            end_of_line = self._held.rfind(b"\n") + 1
+            if end_of_line == 0:
+                end_of_line = max(0, len(self._held) - LONGEST_LINE)
+        line = self._held[:end_of_line]
+        self._held = self._held[end_of_line:]
         for secret in self._secrets:
             line = line.replace(secret, b"***")
         while line:
@@ -102,7 +118,8 @@ class Redacted:
 
 def watch(server: int, output: int, log: Redacted) -> int:
     """Copies output until the server has ended; ends it when standard input does."""
-    sources, deadline = [output, 0], float("inf")
+    sources = [output, 0]
+    deadline = float("inf")
     while True:
         ready, _, _ = select.select(sources, [], [], TICK)
         if output in ready and not copy(output, log):
@@ -116,11 +133,14 @@ def watch(server: int, output: int, log: Redacted) -> int:
             break
         if time.monotonic() > deadline:
             os.killpg(0, signal.SIGKILL)  # this process too
+    # The server's children may keep the pipe open, so only the available output is copied.
     while select.select([output], [], [], 0)[0] and copy(output, log):
         pass
     log.write(b"", is_last=True)
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    if code < 0:  # ended by a signal; 128 + its number, as a shell reports it
+        return 128 - code
+    return code
 
 
 def copy(output: int, log: Redacted) -> bool:
