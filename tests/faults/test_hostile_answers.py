@@ -134,7 +134,7 @@ def test_mutated_rewards_are_numbers_or_one_message(server):
         try:
             reward_server(server).ask([{"response": "a"}])
         except RolloutUnavailable as error:
-            assert "answered with what is not JSON" in str(error)
+            assert "gave an answer that is not JSON" in str(error)
         asked += 1
     assert asked == 150
 

@@ -367,7 +367,7 @@ WRONG_ANSWERS = {
         "answered with HTTP status 404: b'no such page'; it must answer with a number",
     ),
     "a megabyte": (200, "1" * 2**20, f"answered with more than {MAX_ANSWER_BYTES} bytes: b'1111"),
-    "deep": (200, "[" * 60_000, "answered with what is not JSON: b'[[["),
+    "deep": (200, "[" * 60_000, "gave an answer that is not JSON: b'[[["),
     "redirect": (302, "", "answered with HTTP status 302"),
 }
 

@@ -23,23 +23,32 @@ MAX_LENGTH = 1000
 def same_answer(answer: str, expected: str) -> bool:
     r"""Whether two answers are the same number, the same text, or equal expressions.
 
-    Where the expected answer is a number, the other has to be one too: 2+2 is not 4, while 5 cm and x = 5 are 5. Words
-    are compared as text, without case and white space.
+    If the expected answer is a number, the answer must be a number, too: 2+2 is not 4. Units and
+    assignments are allowed: 5 cm and x = 5 are 5. Words are compared as text, without case and
+    white space.
     """
-    number, answered = number_of(expected), number_of(answer)
-    if number is not None and answered is not None:
-        return number == answered
-    if _plain(answer) == _plain(expected):
+    expected_number = number_of(expected)
+    answer_number = number_of(answer)
+    if expected_number is not None and answer_number is not None:
+        return expected_number == answer_number
+    plain_answer = _plain(answer)
+    plain_expected = _plain(expected)
+    if plain_answer == plain_expected:
         return True
-    if max(len(answer), len(expected)) > MAX_LENGTH or not answer.strip() or not expected.strip():
+    if max(len(answer), len(expected)) > MAX_LENGTH or not plain_answer or not plain_expected:
         return False
-    if WORDS.fullmatch(_plain(answer)) or WORDS.fullmatch(_plain(expected)):
+    # math-verify would read a word as a product of letters
+    if WORDS.fullmatch(plain_answer) or WORDS.fullmatch(plain_expected):
         return False
-    return same_expression(answer, expected, as_number=number is not None)
+    return same_expression(answer, expected, as_number=expected_number is not None)
 
 
 def marked_answer(text: str) -> str | None:
-    r"""What the last \boxed{} holds, else what follows the last `####`: the forms of MATH and GSM8K; None without."""
+    r"""Returns the answer that a solution marks, or None.
+
+    This is the content of the last \boxed{} (as in MATH), or else the text after the last `####`
+    (as in GSM8K).
+    """
     boxed = last_boxed(text)
     if boxed is None and "####" in text:
         return text.rpartition("####")[2].strip()
@@ -47,36 +56,49 @@ def marked_answer(text: str) -> str | None:
 
 
 def same_boxed_answer(solution: str, expected: str) -> bool:
-    r"""Whether the last \boxed{} answer of a solution is the expected answer, which may be boxed, too."""
-    answer, expected = last_boxed(solution), last_boxed(expected) or expected
+    r"""Returns whether the last \boxed{} of a solution has the expected answer.
+
+    The expected answer may be boxed, too.
+    """
+    answer = last_boxed(solution)
+    expected = last_boxed(expected) or expected
     return bool(answer is not None and expected and same_answer(answer, expected))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{} holds, with braces inside it matched; None where none is closed."""
+    r"""Returns the content of the last \boxed{}, up to the matching brace; None if it is missing."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
     depth = 0
     for end in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if text[end] == "{":
+            depth += 1
+        elif text[end] == "}":
+            depth -= 1
         if depth == 0:
             return text[start + len("\\boxed{") : end].strip()
     return None
 
 
 def last_number(text: str) -> str:
-    """The last number in a text, empty where it has none."""
+    """Returns the last number in a text; an empty string if there is no number."""
     numbers: list[str] = NUMBER.findall(LATEX_FRACTION.sub(r" \1/\2", text))
     return numbers[-1] if numbers else ""
 
 
 def number_of(text: str) -> Fraction | None:
-    r"""The number that the text is: 1,234.5, 3/4, \frac{3}{4}, 1\frac{1}{2}, $12 and 12% are, `12 apples` is not."""
+    r"""Returns the value of a text that is exactly one number, or None.
+
+    Numbers are 1,234.5, 3/4, \frac{3}{4}, 1\frac{1}{2}, $12 and 12% (which is 12). `12 apples` is
+    not a number.
+    """
     mixed = MIXED_NUMBER.fullmatch(text[:MAX_LENGTH])
     if mixed and int(mixed[4]):
-        return Fraction(f"{mixed[1]}1") * (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4])))
-    text = LATEX_FRACTION.sub(r"\1/\2", text).replace("\\", "").lstrip(" \n\t$").rstrip(" \n\t$%.")
+        sign = Fraction(f"{mixed[1]}1")
+        return sign * (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4])))
+    text = LATEX_FRACTION.sub(r"\1/\2", text).replace("\\", "")
+    text = text.lstrip(" \n\t$").rstrip(" \n\t$%.")
     if not NUMBER.fullmatch(text):
         return None
     numerator, _, denominator = text.replace(",", "").partition("/")

@@ -33,10 +33,10 @@ STRICT_TAIL = 100
 """Characters at the end of a solution in which `compute_score` looks for a strict \\boxed{}
 answer."""
 LETTERS = string.ascii_uppercase[:10]
-"""Options that gpqa knows where the row names none."""
+"""Options of gpqa if the row does not list them."""
 CHOICE = r"[*\s:(\[]*+\b([A-Z])\b"
-"""Possessive, as is the white space before it: together they would try every way to share a long
-run of spaces."""
+"""Possessive (`*+`), as is the white space before it. Otherwise a long run of spaces would be split
+between the two in every possible way."""
 CHOSEN = (
     re.compile(rf"\b(?:answer|option|choice)\s*+(?:is)?{CHOICE}", re.IGNORECASE),
     re.compile(r"\b([A-Z])\b[)\].*\s]*is\s+(?:the\s+)?correct", re.IGNORECASE),
@@ -44,28 +44,33 @@ CHOSEN = (
 
 
 def exact_match(response: str, label: str) -> float:
-    """1 where the response is the label, white space around either aside."""
+    """Returns 1 if the response is the label, without surrounding white space, else 0."""
     return float(response.strip() == label.strip())
 
 
 def math_match(response: str, label: str) -> float:
-    r"""1 where the answers are the same (`answers.same_answer`).
+    r"""Returns 1 if response and label have the same answer (`answers.same_answer`), else 0.
 
-    The answer of a text is what its last \boxed{} holds, else what follows its last `####`; else, where the label is a
-    number, the last number in it, and where it is none the whole text.
+    The answer is the content of the last \boxed{}, or else the text after the last `####`. Without
+    either, the answer of a response is its last number if the label is a number; otherwise it is
+    the complete text.
     """
-    answer, expected = marked_answer(response), marked_answer(label)
-    expected = label if expected is None else expected
-    if answer is None:
-        answer = response if number_of(expected) is None else last_number(response)
+    expected = marked_answer(label)
+    if expected is None:
+        expected = label
+    answer = marked_answer(response)
+    if answer is None and number_of(expected) is not None:
+        answer = last_number(response)
+    elif answer is None:
+        answer = response
     return float(same_answer(answer, expected))
 
 
 def deepscaler(response: str, label: str) -> float:
-    r"""1 where the \boxed{} answer after the reasoning is the label.
+    r"""Returns 1 if the \boxed{} answer after the reasoning is the label, else 0.
 
-    Reasoning ends at the last `</think>`, or at the first `###Response`; a response without either, or without a
-    \boxed{} after it, is wrong. Source: DeepScaleR's reward, as slime has it.
+    Reasoning ends at the last `</think>`, or at the first `###Response`. A response without either,
+    or without a \boxed{} after it, is wrong. Source: DeepScaleR's reward, as in slime.
     """
     if "</think>" in response:
         solution = response.rpartition("</think>")[2]
@@ -77,18 +82,26 @@ def deepscaler(response: str, label: str) -> float:
 
 
 def dapo(response: str, label: str) -> dict[str, float]:
-    """`score` 1 or −1 and `acc` 1 or 0, by the text after the last `Answer:` in the response's last 300 characters.
+    """Returns `score` 1 or −1 and `acc` 1 or 0, for a right or wrong answer.
 
+    The answer is the text after the last `Answer:` in the last 300 characters of the response.
     Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", Yu et al.
     (https://arxiv.org/abs/2503.14476), eq. 7.
     """
-    answer, expected = dapo_answer(response), last_boxed(label)
-    correct = answer is not None and same_answer(answer, label if expected is None else expected)
-    return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
+    answer = dapo_answer(response)
+    expected = last_boxed(label)
+    if expected is None:
+        expected = label
+    is_correct = answer is not None and same_answer(answer, expected)
+    return {"score": 1.0 if is_correct else -1.0, "acc": float(is_correct)}
 
 
 def dapo_answer(response: str) -> str | None:
-    r"""Returns the text after the last `Answer:` in the response's last 300 characters, or its \boxed{} contents."""
+    r"""Returns the answer of a response, or None.
+
+    It is the text after the last `Answer:` in the last 300 characters, or the content of a \boxed{}
+    in that text.
+    """
     answers = DAPO_ANSWER.findall(response[-DAPO_TAIL:])
     if not answers:
         return None
@@ -98,53 +111,60 @@ def dapo_answer(response: str) -> str | None:
 
 
 def token_f1(response: str, label: str) -> float:
-    """Harmonic mean of precision and recall of the label's words, as in SQuAD; yes and no count whole.
+    """Returns the harmonic mean of precision and recall of the label's words, as in SQuAD.
 
-    Case, punctuation and articles do not count. Sources: "SQuAD: 100,000+ Questions for Machine
+    Case, punctuation and articles do not count. If a text is yes, no or noanswer, both texts must
+    be equal. Sources: "SQuAD: 100,000+ Questions for Machine
     Comprehension of Text", Rajpurkar et al. (https://arxiv.org/abs/1606.05250), section 6.1; yes,
     no and noanswer as in "HotpotQA", Yang et al. (https://arxiv.org/abs/1809.09600).
     """
-    words, expected = _words(response), _words(label)
-    verdict = any("".join(each) in VERDICTS for each in (words, expected))
-    if not words or not expected or verdict:
+    words = _words(response)
+    expected = _words(label)
+    is_verdict = "".join(words) in VERDICTS or "".join(expected) in VERDICTS
+    if not words or not expected or is_verdict:
         return float(words == expected)
     common = sum((Counter(words) & Counter(expected)).values())
     return 2.0 * common / (len(words) + len(expected))
 
 
 def gpqa(response: str, label: str, metadata: Mapping[str, Any]) -> float:
-    """1 where the response chooses the right option of a multiple-choice question.
+    """Returns 1 if the response chooses the right option of a multiple-choice question, else 0.
 
     The label is the letter or the text of the right option. The row's metadata may have `choices`
-    (a list, or a mapping of letters to texts), `valid_letters` and `correct_letter`. The option
-    chosen is the letter after `answer`, `option` or `choice`, or before `is correct`, else the last
-    capital letter that is a separate word and an option; if no option is chosen, the response has
-    to contain the text of the right option.
+    (a list, or a mapping of letters to texts), `valid_letters` and `correct_letter`. The chosen
+    option is the letter after `answer`, `option` or `choice`, or before `is correct`. Otherwise it
+    is the last capital letter that is a separate word and an option. If no option is chosen, the
+    response must contain the text of the right option.
     """
     choices = metadata.get("choices") or ()
-    choices = [
-        str(choice) for choice in (choices.values() if isinstance(choices, Mapping) else choices)
-    ]
+    if isinstance(choices, Mapping):
+        choices = choices.values()
+    choices = [str(choice) for choice in choices]
     letters = [str(letter).upper() for letter in metadata.get("valid_letters") or ()]
     letters = letters or list(string.ascii_uppercase[: len(choices)] or LETTERS)
     texts = dict(zip(letters, choices, strict=False))
     right = str(metadata.get("correct_letter") or label).strip().upper()
     if right not in letters:
-        right = next(
-            (letter for letter, text in texts.items() if _plain(text) == _plain(label)), ""
-        )
+        right = _letter_of(label, texts)
     conclusion = response.rpartition("</think>")[2]
     chosen = _chosen_letter(conclusion, letters)
     if chosen and right:
         return float(chosen == right)
-    targets = {_plain(text) for text in (texts.get(right, ""), label)} - {""}
-    return float(any(f" {target} " in f" {_plain(conclusion)} " for target in targets))
+    plain_conclusion = f" {_plain(conclusion)} "
+    for text in (texts.get(right, ""), label):
+        target = _plain(text)
+        if target and f" {target} " in plain_conclusion:
+            return 1.0
+    return 0.0
 
 
 def random_reward(sample: Sample) -> float:
-    """0 or 1 with equal chances, by the sample's place and tokens alone, so that a resumed run draws the same."""
-    drawn = (sample.prompt_index, sample.group_index, sample.index, sample.response_ids)
-    return float(zlib.crc32(repr(drawn).encode()) & 1)
+    """Returns 0 or 1 with equal chances.
+
+    It depends only on the indices and tokens of the sample, so that a resumed run draws the same.
+    """
+    key = (sample.prompt_index, sample.group_index, sample.index, sample.response_ids)
+    return float(zlib.crc32(repr(key).encode()) & 1)
 
 
 SCORES: dict[str, Callable[[Sample, str], Reward]] = {
@@ -161,20 +181,27 @@ WITHOUT_LABEL = ("random", REMOTE)
 
 
 def builtin_reward(name: str, sample: Sample) -> Reward:
-    """The score of a sample by the built-in reward of that name, which may begin with `boxed_`."""
+    """Returns the score of a sample by a built-in reward, whose name may begin with `boxed_`."""
     return SCORES[name.removeprefix(BOXED)](sample, scored_text(name, sample))
 
 
 def scored_text(name: str, sample: Sample) -> str:
-    r"""The response, or the contents of its last \boxed{} for a name that begins with `boxed_`."""
-    return (last_boxed(sample.response) or "") if name.startswith(BOXED) else sample.response
+    r"""Returns the response, or for a name with `boxed_` the content of its last \boxed{}."""
+    if name.startswith(BOXED):
+        return last_boxed(sample.response) or ""
+    return sample.response
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
-    """Returns the reward of one sample by --custom-rm-path, by its `metadata["rm_type"]`, or by --rm-type."""
+    """Returns the reward of one sample.
+
+    The reward is --custom-rm-path, or else the sample's `metadata["rm_type"]`, or else --rm-type.
+    """
     if args.custom_rm_path is not None:
         reward = load_function(args.custom_rm_path)(args, sample, **kwargs)
-        return await reward if inspect.isawaitable(reward) else reward
+        if inspect.isawaitable(reward):
+            return await reward
+        return reward
     name = str(sample.metadata.get("rm_type") or args.rm_type or "")
     if not name or base_name(name) == REMOTE:
         raise ValueError(
@@ -184,15 +211,21 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
-    """Returns the rewards of several samples. A function of --custom-rm-path gets the whole list, as in slime."""
+    """Returns the rewards of several samples.
+
+    As in slime, a function of --custom-rm-path gets the complete list in one call.
+    """
     if args.custom_rm_path is not None:
         rewards: list[Any] = await async_rm(args, samples, **kwargs)  # type: ignore[arg-type]
         return rewards
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
-extract_answer, grade_answer_verl = last_boxed, same_boxed_answer
-"""slime's names."""
+extract_answer = last_boxed
+"""slime's name."""
+
+grade_answer_verl = same_boxed_answer
+"""slime's name."""
 
 
 def compute_score(
@@ -201,22 +234,40 @@ def compute_score(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
-    r"""Scores a solution by DAPO's rule: `score` 1 or -1, `acc` whether it is correct, `pred` the answer.
+    r"""Returns DAPO's score of a solution, under slime's name and with slime's arguments.
 
-    `strict_box_verify` compares the last \boxed{} of the last 100 characters as text, instead of the text after
-    the last `Answer:`. slime passes `pause_tokens_index`, which has no effect.
+    Args:
+        solution_str: The response.
+        ground_truth: The right answer.
+        strict_box_verify: Compares the last \boxed{} of the last 100 characters as text, instead
+            of the text after the last `Answer:`.
+        pause_tokens_index: slime passes it; it has no effect.
+
+    Returns:
+        `score` 1 or -1, `acc` whether the answer is correct, `pred` the answer.
     """
     if strict_box_verify:
         answer = last_boxed(solution_str[-STRICT_TAIL:])
         correct = answer == ground_truth
     else:
-        answer, correct = dapo_answer(solution_str), dapo(solution_str, ground_truth)["acc"] == 1
+        answer = dapo_answer(solution_str)
+        correct = dapo(solution_str, ground_truth)["acc"] == 1
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer}
 
 
 def _label(sample: Sample) -> str:
     assert sample.label is not None  # rewards.check_prompts requires labels
-    return sample.label if isinstance(sample.label, str) else json.dumps(sample.label)
+    if isinstance(sample.label, str):
+        return sample.label
+    return json.dumps(sample.label)
+
+
+def _letter_of(label: str, texts: Mapping[str, str]) -> str:
+    """Returns the letter of the option whose text is the label, or an empty string."""
+    for letter, text in texts.items():
+        if _plain(text) == _plain(label):
+            return letter
+    return ""
 
 
 def _chosen_letter(text: str, letters: Sequence[str]) -> str:
@@ -225,8 +276,10 @@ def _chosen_letter(text: str, letters: Sequence[str]) -> str:
         for letter in reversed(named):
             if letter.upper() in letters:
                 return letter.upper()
-    alone = [letter for letter in re.findall(r"\b[A-Z]\b", text) if letter in letters]
-    return alone[-1] if alone else ""
+    for letter in reversed(re.findall(r"\b[A-Z]\b", text)):
+        if letter in letters:
+            return str(letter)
+    return ""
 
 
 def _plain(text: str) -> str:

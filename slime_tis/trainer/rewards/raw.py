@@ -1,4 +1,7 @@
-"""Rewards without normalization: slime's `--disable-rewards-normalization` and REINFORCE++ without a baseline."""
+"""Rewards without normalization.
+
+slime does this with `--disable-rewards-normalization`, and for REINFORCE++ without a baseline.
+"""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -7,8 +10,10 @@ from slime_tis.trainer.data.sample import Sample
 
 
 def raw_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """Returns the rewards of samples twice, as logged and as trained on; for `--custom-reward-post-process-path`."""
-    rewards = [
-        float(sample.reward or 0.0) for sample in samples
-    ]  # scored before the hook: none is missing
+    """Returns the rewards to log and the rewards to train on, which are the same.
+
+    It is a function for `--custom-reward-post-process-path`.
+    """
+    # every sample has a reward here; `or` is only for the type, which allows None
+    rewards = [float(sample.reward or 0.0) for sample in samples]
     return rewards, list(rewards)

@@ -8,7 +8,6 @@ import json
 import logging
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,11 @@ from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 65_536
-FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
-"""Seconds before a request is repeated; each pause is twice the last."""
+"""Longest body of an answer that is read."""
+FIRST_PAUSE = 1.0
+"""Seconds before a request is repeated the first time; each pause is twice the last."""
+MAX_PAUSE = 30.0
+"""Longest pause before jitter, in seconds."""
 BUSY = (408, 425, 429)
 """Statuses below 500 after which a request is repeated."""
 
@@ -46,7 +48,11 @@ class RewardServer:
         requests: Sequence[dict[str, Any]],
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Returns the server's JSON answer to each request; raises RolloutUnavailable after all retries."""
+        """Returns the server's JSON answer to each request.
+
+        Raises:
+            RolloutUnavailable: The server failed after all retries, or its answer is not JSON.
+        """
         return run(self._ask_all(requests, check_interrupts))
 
     async def _ask_all(
@@ -65,22 +71,20 @@ class RewardServer:
             return await results_of(map(answer, requests), check_interrupts)
 
     async def _answer(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
-        timeout, max_retries = self.config.rm_timeout, self.config.rm_max_retries
+        timeout = self.config.rm_timeout
+        max_retries = self.config.rm_max_retries
         for attempt in range(max_retries + 1):
             try:
                 async with asyncio.timeout(timeout):
                     return await self._attempt(client, request)
-            except (Busy, httpx.TransportError, TimeoutError) as error:
-                is_late = isinstance(error, TimeoutError)
-                reason = (
-                    f"no answer within {timeout:g} s"
-                    if is_late
-                    else f"{type(error).__name__}: {error}"
-                )
+            except TimeoutError:
+                reason = f"no answer within {timeout:g} s"
+            except (Busy, httpx.TransportError) as error:
+                reason = f"{type(error).__name__}: {error}"
             if attempt < max_retries:
-                pause = min(self.backoff * 2**attempt, MAX_PAUSE) * (
-                    1 + random.SystemRandom().random()
-                )
+                pause = min(self.backoff * 2**attempt, MAX_PAUSE)
+                # random, so that the requests of a rollout do not return all at once
+                pause *= 1 + random.SystemRandom().random()
                 logger.info("the reward server %s: %s; again in %.1f s.", self.url, reason, pause)
                 await asyncio.sleep(pause)
         raise RolloutUnavailable(
@@ -100,17 +104,16 @@ class RewardServer:
                 problem = (
                     f"answered with Content-Encoding {response.headers['Content-Encoding'][:80]!r}"
                 )
-        said = quoted(body[:200])
         if response.status_code != 200:
             problem = f"answered with HTTP status {response.status_code}"
+        elif not problem and len(body) > MAX_ANSWER_BYTES:
+            problem = f"answered with more than {MAX_ANSWER_BYTES} bytes"
         elif not problem:
-            problem = "answered with what is not JSON"
-            if len(body) > MAX_ANSWER_BYTES:
-                problem = f"answered with more than {MAX_ANSWER_BYTES} bytes"
-            else:
-                with suppress(ValueError, RecursionError):
-                    return json.loads(body.decode())
+            try:
+                return json.loads(body.decode())
+            except (ValueError, RecursionError):
+                problem = "gave an answer that is not JSON"
         raise RolloutUnavailable(
-            f"the reward server {self.url} (--rm-url) {problem}: {said}; it must answer with a"
-            " number, or an object of numbers, as JSON without compression."
+            f"the reward server {self.url} (--rm-url) {problem}: {quoted(body[:200])}; it must"
+            " answer with a number, or an object of numbers, as JSON without compression."
         )

@@ -4,9 +4,9 @@ import asyncio
 import inspect
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from slime_tis.errors import CustomFunctionError, quoted
@@ -54,33 +54,32 @@ class RewardKey:
 
     def score(self, reward: Any, function: str, index: int) -> tuple[float, dict[str, float]]:
         """Returns the reward as a number, and the other numbers of a dictionary."""
-        numbers = (
-            {str(name): _as_number(part) for name, part in reward.items()}
-            if isinstance(reward, Mapping)
-            else {}
-        )
-        parts = {name: part for name, part in numbers.items() if name != self.name}
+        numbers = {}
+        if isinstance(reward, Mapping):
+            for name, part in reward.items():
+                numbers[str(name)] = _as_number(part)
         if self.weights:
             wanted = f"a dict with the numbers {', '.join(self.weights)} ({self.flag})"
-            value = sum(
-                weight * numbers.get(name, math.nan) for name, weight in self.weights.items()
-            )
+            value = 0.0
+            for name, weight in self.weights.items():
+                value += weight * numbers.get(name, math.nan)
         elif self.name is not None:
-            wanted, value = (
-                f"a dict with the number {self.name} ({self.flag})",
-                numbers.get(self.name, math.nan),
-            )
+            wanted = f"a dict with the number {self.name} ({self.flag})"
+            value = numbers.get(self.name, math.nan)
         else:
-            wanted, value = (
-                f"a number, or add {self.flag} to choose a number of a dict",
-                _as_number(reward),
-            )
+            wanted = f"a number, or add {self.flag} to choose a number of a dict"
+            value = _as_number(reward)
+        # not `>`: NaN must be refused, too
         if not abs(value) <= MAX_REWARD:
             raise CustomFunctionError(
                 f"{function} returned {quoted(reward)} for prompt {index}; return {wanted}, finite"
                 f" and at most {MAX_REWARD:g} in magnitude."
             )
-        return value, {name: part for name, part in parts.items() if math.isfinite(part)}
+        parts = {}
+        for name, part in numbers.items():
+            if name != self.name and math.isfinite(part):
+                parts[name] = part
+        return value, parts
 
 
 def build_reward(
@@ -90,11 +89,13 @@ def build_reward(
     *,
     evaluation: bool = False,
 ) -> RewardFunction:
-    """Returns the function that scores a list of samples with `--rm-type` or `--custom-rm-path`; a collective.
+    """Returns the function that scores samples with `--rm-type` or `--custom-rm-path`.
+
+    The returned function is a collective: the ranks share the prompts, and all ranks get all
+    scores.
 
     A user function is called as `fn(args, sample)`, or, if its second parameter is named `samples`,
-    as `fn(args, samples)` with all samples of one prompt. The ranks share the prompts, and all
-    ranks get all scores.
+    as `fn(args, samples)` with all samples of one prompt.
     """
     key = RewardKey(name=config.reward_key, flag="--reward-key")
     if config.reward_weights is not None:
@@ -102,9 +103,8 @@ def build_reward(
     if evaluation and config.eval_reward_key is not None:
         key = RewardKey(name=config.eval_reward_key, flag="--eval-reward-key")
     if config.custom_rm_path is not None:
-        score_groups = _custom_reward(
-            load_user_function(OPTION, config.custom_rm_path), args, key, check_interrupts
-        )
+        function = load_user_function(OPTION, config.custom_rm_path)
+        score_groups = _custom_reward(function, args, key, check_interrupts)
     elif config.rm_type is None:  # RolloutConfig requires a generate function then
         score_groups = _missing_rewards
     else:
@@ -116,10 +116,10 @@ def build_reward(
             return score_groups(groups)
 
     def reward(samples: list[Sample]) -> list[float]:
-        groups = [
-            list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)
-        ]
-        scores = [score for group in map_over_ranks(score_within_budget, groups) for score in group]
+        groups = []
+        for _, group in groupby(samples, key=lambda sample: sample.group_index):
+            groups.append(list(group))
+        scores = list(chain(*map_over_ranks(score_within_budget, groups)))
         for sample, score in zip(samples, scores, strict=True):
             sample.reward_parts = score.parts
             if score.edits is not None:
@@ -130,7 +130,7 @@ def build_reward(
 
 
 def assign_rewards(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -> None:
-    """Sets the reward of every sample that has none yet; a collective, as the reward is."""
+    """Sets the reward of every sample without one; a collective, like `reward`."""
     samples = [sample for group in groups for sample in group if sample.reward is None]
     for sample, value in zip(samples, reward(samples), strict=True):
         sample.reward = value
@@ -139,7 +139,13 @@ def assign_rewards(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -
 def check_prompts(
     config: RolloutConfig, prompts: Sequence[Prompt], flags: str = "--label-key"
 ) -> None:
-    """Raises ValueError if the built-in rewards cannot score the prompts of a file, whose labels come from `flags`."""
+    """Raises ValueError if the built-in rewards cannot score the prompts of a file.
+
+    Args:
+        config: The options, which choose the reward.
+        prompts: The prompts of the file.
+        flags: The flags that name the column of the labels, for the message.
+    """
     if config.rm_type is None:
         return
     for prompt in prompts:
@@ -162,13 +168,14 @@ def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> Non
     """Checks that --rm-url has a use; raises ValueError if no prompt is scored by a server."""
     if config.rm_url is None or config.rm_type is None:
         return
-    if not any(
-        base_name(str(_rm_type(config.rm_type, prompt.metadata))) == REMOTE for prompt in prompts
-    ):
-        raise ValueError(
-            "--rm-url is given, but no prompt has a remote rm_type; add --rm-type remote_rm, or"
-            " remove --rm-url."
-        )
+    for prompt in prompts:
+        name = str(_rm_type(config.rm_type, prompt.metadata))
+        if base_name(name) == REMOTE:
+            return
+    raise ValueError(
+        "--rm-url is given, but no prompt has a remote rm_type; add --rm-type remote_rm, or"
+        " remove --rm-url."
+    )
 
 
 def _rm_type(default: str, metadata: Mapping[str, Any]) -> Any:
@@ -184,36 +191,41 @@ def _builtin_reward(
     default: str, key: RewardKey, check_interrupts: Callable[[], None], server: RewardServer | None
 ) -> ScoreGroups:
     def name_of(sample: Sample) -> str:
-        name = str(_rm_type(default, sample.metadata))
-        _check_label(sample.prompt_index, sample.label, name, "--label-key")
-        return name
+        return str(_rm_type(default, sample.metadata))
 
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
-        named = [(name_of(sample), sample) for group in groups for sample in group]
-        requests = [
-            {
-                "prompt": sample.prompt_text,
-                "response": scored_text(name, sample),
-                "label": sample.label,
-            }
-            for name, sample in named
-            if base_name(name) == REMOTE
-        ]
-        answers = iter(
-            server.ask(requests, check_interrupts) if server is not None and requests else ()
-        )
+        requests = []
+        for sample in chain(*groups):
+            name = name_of(sample)
+            _check_label(sample.prompt_index, sample.label, name, "--label-key")
+            if base_name(name) == REMOTE:
+                request = {
+                    "prompt": sample.prompt_text,
+                    "response": scored_text(name, sample),
+                    "label": sample.label,
+                }
+                requests.append(request)
+        answers: Iterator[Any] = iter(())
+        if server is not None and requests:
+            answers = iter(server.ask(requests, check_interrupts))
 
         def score(sample: Sample) -> Score:
             check_interrupts()
             name = name_of(sample)
+            reward: Any
             if server is not None and base_name(name) == REMOTE:
-                reward, source = next(answers), f"the reward server {server.url}"
+                reward = next(answers)
+                source = f"the reward server {server.url}"
             else:
-                reward, source = builtin_reward(name, sample), f"--rm-type {name}"
+                reward = builtin_reward(name, sample)
+                source = f"--rm-type {name}"
             value, parts = key.score(reward, source, sample.prompt_index)
             return Score(value=value, parts=parts)
 
-        return [list(map(score, group)) for group in groups]
+        scores = []
+        for group in groups:
+            scores.append([score(sample) for sample in group])
+        return scores
 
     return score_groups
 
@@ -233,17 +245,19 @@ def _custom_reward(
         check_interrupts()
         with calling(function):
             returned = function(args, argument)
-            return await returned if inspect.isawaitable(returned) else returned
+            if inspect.isawaitable(returned):
+                return await returned
+            return returned
 
     async def score(group: list[Sample]) -> list[Score]:
         before = [handed_out(sample) for sample in group]
-        rewards = (
-            await call(list(group)) if takes_groups else await asyncio.gather(*map(call, group))
-        )
-        rewards, name = (
-            rewards.tolist() if hasattr(rewards, "tolist") else rewards,
-            describe(function),
-        )
+        if takes_groups:
+            rewards = await call(list(group))
+        else:
+            rewards = await asyncio.gather(*map(call, group))
+        if hasattr(rewards, "tolist"):  # a tensor or an array
+            rewards = rewards.tolist()
+        name = describe(function)
         if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
             raise CustomFunctionError(
                 f"{name} returned {quoted(rewards)} for the {len(group)} samples of prompt"
@@ -271,7 +285,9 @@ def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
 
 
 def _as_number(value: Any) -> float:
+    if isinstance(value, str | bytes | bytearray):  # float("1") would be a number
+        return math.nan
     try:
-        return math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):  # OverflowError: an integer beyond a float
         return math.nan

@@ -50,12 +50,15 @@ Question = tuple[str, str, bool]
 
 
 class Unfinished(Exception):
-    """A comparison that ended at a limit; an exception, so that the cache of results does not keep it."""
+    """A comparison that ended at a limit.
+
+    It is an exception, so that the cache of results does not keep it.
+    """
 
 
 @dataclass
 class Budget:
-    """What the comparisons of a rollout have lost to limits."""
+    """The unfinished comparisons of a rollout and their cost."""
 
     lost: float = 0.0
     """Processor time of unfinished comparisons, in seconds."""
@@ -92,7 +95,7 @@ _budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 @contextmanager
 def comparison_budget() -> Iterator[None]:
-    """Bounds what unfinished comparisons in the `with` block cost, and warns of them once at the end."""
+    """Bounds the cost of unfinished comparisons in the `with` block; warns once at its end."""
     budget = Budget()
     token = _budget.set(budget)
     try:
@@ -121,7 +124,10 @@ def same_expression(answer: str, expected: str, as_number: bool = False) -> bool
 
 
 def _is_comparable(text: str) -> bool:
-    """Returns whether a text is short and flat enough for the parser, whose time grows steeply with both."""
+    """Returns whether a text is short and flat enough to be parsed.
+
+    The parser's time grows steeply with the length and with the depth of brackets.
+    """
     if len(text) > MAX_CHARACTERS:
         return False
     depth = 0
@@ -155,9 +161,8 @@ class _Worker:
 
     def ask(self, question: Question, seconds: float) -> bool | None:
         """Returns whether two expressions are equal, or None if the comparison did not end."""
-        if (
-            self._process is None or self._owner != os.getpid()
-        ):  # a forked child has the pipes of its parent
+        # a forked child inherits its parent's pipes and must not use them
+        if self._process is None or self._owner != os.getpid():
             self._start()
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -193,19 +198,22 @@ class _Worker:
             )
 
     def _reply(self) -> bytes:
-        """Returns one byte from the process; none after its end or REPLY_TIMEOUT."""
+        """Returns one byte from the process; no byte after its end or after REPLY_TIMEOUT."""
         assert self._process is not None and self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         ready, _, _ = select.select([descriptor], [], [], REPLY_TIMEOUT)
-        return os.read(descriptor, 1) if ready else b""
+        if not ready:
+            return b""
+        return os.read(descriptor, 1)
 
     def _stop(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
+        self._process = None
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also the child that compares
-        process.communicate()  # closes the pipes, too
+            os.killpg(process.pid, signal.SIGKILL)  # the group: the process and its child
+        process.communicate()  # waits for the end, and closes the pipes
 
 
 _worker = _Worker()

@@ -1,9 +1,12 @@
-"""The process that compares expressions: run as a script, it imports math-verify and nothing of this program.
+"""The process that compares expressions.
 
-Its arguments are the path of modules and its memory in bytes. It writes `r` when it is ready. Each
-line of its input is the JSON of [answer, expected, as_number, seconds of processor time], and each
-reply is `1`, `0`, or `t` if the comparison ended at a limit. A forked child compares: after a limit
-has ended it, the next child starts in milliseconds, while the imports take seconds.
+It is run as a script, and imports math-verify but nothing of this program. Its arguments are the
+path of modules and its memory in bytes. It writes `r` when it is ready. An input line is the JSON
+list [answer, expected, as_number, seconds of processor time]. A reply is `1`, `0`, or `t` if the
+comparison ended at a limit.
+
+A forked child compares. After a limit has ended it, the next child starts in milliseconds, while
+the imports take seconds.
 """
 
 import ctypes
@@ -51,7 +54,7 @@ def main() -> None:
     sys.path[:] = json.loads(sys.argv[1])
     memory = int(sys.argv[2])
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints must not be read as a reply
+    os.dup2(2, 1)  # output that a library prints must not be read as a reply
     for answer, expected in WARM_UP:
         same(answer, expected, as_number=False)
     gc.collect()
@@ -85,33 +88,36 @@ def answer_lines(replies: IO[bytes]) -> None:
     # line of a later child.
     for line in sys.stdin.buffer:
         answer, expected, as_number, seconds = json.loads(line)
-        signal.setitimer(
-            signal.ITIMER_PROF, seconds
-        )  # ends this process: nobody handles the signal
+        # the signal has no handler, so it ends this process
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             equal = same(answer, expected, as_number=as_number)
-        except (
-            Exception
-        ):  # parsers and sympy may raise anything, including RecursionError and MemoryError
+        # parsers and sympy may raise anything, including RecursionError and MemoryError
+        except Exception:
             equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(b"1" if equal else b"0")
 
 
 def same(answer: str, expected: str, *, as_number: bool) -> bool:
-    """Returns whether math-verify finds two LaTeX expressions equal; `as_number` requires the answer to be a number."""
+    """Returns whether math-verify finds two LaTeX expressions equal.
+
+    With `as_number`, an answer that is not a number is never equal.
+    """
     from math_verify import parse, verify
     from sympy import Eq, Number
 
-    found, right = (
-        parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, expected)
-    )
-    if not found or not right:
+    # no timeouts of math-verify: they need signals, and the limits of this process replace them
+    parsed_answer = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    parsed_expected = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
+    if not parsed_answer or not parsed_expected:
         return False
-    value = found[0].rhs if isinstance(found[0], Eq) else found[0]
+    value = parsed_answer[0]
+    if isinstance(value, Eq):  # x = 5
+        value = value.rhs
     if as_number and not isinstance(value, Number):
         return False
-    return bool(verify(right, found, timeout_seconds=None))
+    return bool(verify(parsed_expected, parsed_answer, timeout_seconds=None))
 
 
 if __name__ == "__main__":
