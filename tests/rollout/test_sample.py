@@ -152,10 +152,10 @@ def test_appending_leaves_the_lists_of_the_caller_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokens": [1]}, "tokens that are trained on need the log-probs"),
+        ({"tokens": [1]}, "trained tokens need the log-probs"),
         (
             {"tokens": [1], "log_probs": [-1.0], "trainable": False},
-            "are not the policy's, and have no log-probs",
+            "are not sampled and have no log-probs",
         ),
     ],
     ids=["no log-probs", "log-probs of an observation"],

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
@@ -37,17 +37,20 @@ class Numbers(array):  # type: ignore[type-arg]  # Python 3.11 has no array[Any]
     """
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return Numbers(self.typecode, found) if isinstance(index, slice) else found
+        value = super().__getitem__(index)
+        if isinstance(index, slice):
+            return Numbers(self.typecode, value)
+        return value
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(
-            index, array(self.typecode, value) if isinstance(index, slice) else value
-        )
+        if isinstance(index, slice):  # array takes only arrays here; a list takes any iterable
+            value = array(self.typecode, value)
+        super().__setitem__(index, value)
 
     def __add__(self, other: Any) -> Any:
-        is_same = isinstance(other, Numbers) and other.typecode == self.typecode
-        return Numbers(self.typecode, super().__add__(other)) if is_same else [*self, *other]
+        if isinstance(other, Numbers) and other.typecode == self.typecode:
+            return Numbers(self.typecode, super().__add__(other))
+        return [*self, *other]
 
     def __radd__(self, other: list[Any]) -> list[Any]:
         return [*other, *self]
@@ -57,7 +60,9 @@ class Numbers(array):  # type: ignore[type-arg]  # Python 3.11 has no array[Any]
         return self
 
     def __eq__(self, other: object) -> bool:
-        return self.tolist() == other if isinstance(other, list) else super().__eq__(other)
+        if isinstance(other, list):
+            return self.tolist() == other
+        return super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -79,19 +84,19 @@ Floats: TypeAlias = list[float] | Numbers
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """The tokens that truncated sampling (top-p, top-k) could draw at each position, in compressed sparse rows (CSR).
+    """The tokens that truncated sampling (top-p, top-k) could draw at each position.
 
-    Position i has the set token_ids[s : s + lengths[i]] with s = Σ_{j<i} lengths[j]. A length of 0
-    means the whole vocabulary: nothing was cut, no set was recorded, or the token is not the
-    policy's.
+    The sets are stored as compressed sparse rows (CSR): position i has the set
+    token_ids[s : s + lengths[i]] with s = Σ_{j<i} lengths[j]. A length of 0 means the full
+    vocabulary: nothing was cut, no set was recorded, or the policy did not sample the token.
 
-    Shapes: suffix _M one value per token of the sets, one position after another.
+    Shapes: the suffix _M marks one value per token of the concatenated sets.
     """
 
     token_ids: Tensor
-    """[M] int32, the sets of all positions one after another."""
+    """[M] int32, the concatenated sets of all positions."""
     lengths: Tensor
-    """[positions] int32, the tokens of each position's set."""
+    """[positions] int32, the number of tokens in each set."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -99,85 +104,93 @@ class SamplingMask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SamplingMask):
             return NotImplemented
-        return torch.equal(self.token_ids, other.token_ids) and torch.equal(
-            self.lengths, other.lengths
-        )
+        same_lengths = torch.equal(self.lengths, other.lengths)
+        return same_lengths and torch.equal(self.token_ids, other.token_ids)
 
     __hash__ = None  # type: ignore[assignment]  # tensors compare by value and can be changed
 
     @classmethod
     def from_sets(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
-        """The mask of sets given as lists of token ids, an empty one for a position without a recorded set."""
-        ids = [token for allowed in sets for token in allowed]
+        """Returns the mask of one list of token ids per position; an empty list is no record."""
+        lengths = [len(allowed) for allowed in sets]
         return cls(
-            torch.tensor(ids, dtype=torch.int32),
-            torch.tensor([len(allowed) for allowed in sets], dtype=torch.int32),
+            token_ids=torch.tensor(list(chain(*sets)), dtype=torch.int32),
+            lengths=torch.tensor(lengths, dtype=torch.int32),
         )
 
     @classmethod
     def unrecorded(cls, positions: int) -> SamplingMask:
-        """Returns a mask of `count` positions without a recorded set."""
+        """Returns a mask of `positions` positions without a recorded set."""
         return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(positions, dtype=torch.int32))
 
     @classmethod
     def cat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """The positions of several masks, one after another."""
+        """Concatenates masks."""
         if not masks:
             return cls.unrecorded(0)
-        return cls(
-            torch.cat([mask.token_ids for mask in masks]),
-            torch.cat([mask.lengths for mask in masks]),
-        )
+        token_ids = [mask.token_ids for mask in masks]
+        lengths = [mask.lengths for mask in masks]
+        return cls(token_ids=torch.cat(token_ids), lengths=torch.cat(lengths))
 
     def sets(self) -> list[list[int]]:
-        """The token ids of each position."""
+        """Returns one list of token ids per position."""
         return [ids.tolist() for ids in self.token_ids.split(self.lengths.tolist())]
 
     def position_of_token(self) -> Tensor:
-        """[M] int64: the position that each token id belongs to; nothing synchronises with the host."""
+        """Returns the position of every entry of `token_ids`, [M] int64, without a GPU sync."""
         positions = torch.arange(len(self), device=self.lengths.device)
         return positions.repeat_interleave(self.lengths, output_size=len(self.token_ids))
 
     def select(self, positions: Tensor) -> SamplingMask:
-        """The sets at the given positions [int64], in that order."""
+        """Returns the sets at the given positions [int64], in that order."""
         starts = self.lengths.cumsum(0) - self.lengths
         lengths = self.lengths[positions]
         shift = starts[positions] - (lengths.cumsum(0) - lengths)
-        index_M = torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(
-            lengths
-        )
+        index_M = torch.arange(int(lengths.sum()), device=lengths.device)
+        index_M = index_M + shift.repeat_interleave(lengths)
         return SamplingMask(self.token_ids[index_M], lengths)
 
     def split(self, positions: Sequence[int]) -> list[SamplingMask]:
-        """Splits the mask by numbers of positions, into separate memory: a pickled view contains the whole tensor."""
-        lengths = self.lengths.split(list(positions))
-        token_ids = self.token_ids.split([int(part.sum()) for part in lengths])
-        return [
-            SamplingMask(ids.clone(), part.clone())
-            for ids, part in zip(token_ids, lengths, strict=True)
-        ]
+        """Splits the mask into masks with the given numbers of positions."""
+        masks = []
+        start = 0
+        for lengths in self.lengths.split(list(positions)):
+            end = start + int(lengths.sum())
+            # clones, because a pickled view would contain the storage of the complete tensor
+            masks.append(SamplingMask(self.token_ids[start:end].clone(), lengths.clone()))
+            start = end
+        return masks
 
     def contains(self, token_ids: Tensor) -> Tensor:
-        """Whether each position's set has the token given for it, bool [positions]; True where no set was recorded."""
-        position_M = self.position_of_token()
-        found_M = self.token_ids == token_ids[position_M]
-        found = torch.zeros(len(self), dtype=torch.int64, device=self.lengths.device)
-        return (found.index_add_(0, position_M, found_M.long()) > 0) | (self.lengths == 0)
+        """Returns whether each set contains the token of its position.
 
-    def without(self, forgotten: Tensor) -> SamplingMask:
-        """The same positions, without the sets of those where `forgotten` [positions] is True."""
-        stays_M = ~forgotten[self.position_of_token()]
-        return SamplingMask(self.token_ids[stays_M], self.lengths.masked_fill(forgotten, 0))
+        Args:
+            token_ids: [positions], one token per position.
+
+        Returns:
+            [positions] bool; True for a position without a recorded set.
+        """
+        position_M = self.position_of_token()
+        equal_M = self.token_ids == token_ids[position_M]
+        counts = torch.zeros(len(self), dtype=torch.int64, device=self.lengths.device)
+        counts.index_add_(0, position_M, equal_M.long())
+        return (counts > 0) | (self.lengths == 0)
+
+    def without(self, removed: Tensor) -> SamplingMask:
+        """Returns the mask without the sets at the positions that `removed` [positions] marks."""
+        kept_M = ~removed[self.position_of_token()]
+        return SamplingMask(self.token_ids[kept_M], self.lengths.masked_fill(removed, 0))
 
     def to(self, device: torch.device | str) -> SamplingMask:
-        """The same sets on another device."""
+        """Returns the mask on another device."""
         return SamplingMask(
-            self.token_ids.to(device, non_blocking=True), self.lengths.to(device, non_blocking=True)
+            token_ids=self.token_ids.to(device, non_blocking=True),
+            lengths=self.lengths.to(device, non_blocking=True),
         )
 
 
 class SampleStatus(Enum):
-    """What became of a sample, under slime's names."""
+    """How a sample ended, under slime's names."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -206,14 +219,14 @@ class Prompt:
     """The expected answer, in the JSON type of the prompt file."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Anything else that the row hands to the reward: its other columns, and its mapping of
-    metadata."""
+    """Other data for the reward: the row's other columns, and its mapping of metadata."""
 
 
 @dataclass
 class Sample:
-    """One response to a prompt. Engines and generate functions fill it, rewards score it, and training reads it.
+    """One response to a prompt.
 
+    Engines and generate functions fill it, rewards score it, and training reads it.
     It has the fields of slime's Sample and is mutable like it, because functions written for slime
     construct, read and write samples. The last `response_length` tokens are the response.
     """
@@ -242,8 +255,8 @@ class Sample:
     """For each response token the version of the weights that sampled it, in optimizer steps; an
     observation has the version of the token before it."""
     rollout_log_probs: Floats = None  # type: ignore[assignment]  # as of loss_mask
-    """Log-prob of each response token in the distribution that it was sampled from; NaN if missing,
-    any number where the loss mask is 0. None before there is a response."""
+    """For each response token its log-prob in the distribution that the engine sampled from. NaN if
+    missing; ignored if the loss mask is 0. None before there is a response."""
     remove_sample: bool = False
     """Whether to train on none of the sample's tokens; its reward stays in its group's baseline."""
     status: SampleStatus = SampleStatus.PENDING
@@ -264,7 +277,7 @@ class Sample:
     for every token but the last, in their order; None if not recorded. Between sampling and
     training, only rank 0 has them."""
     rollout_routing_weights: Tensor | None = field(default=None, compare=False)
-    """float32 of the same shape: the combine weight of each expert."""
+    """float32 [tokens - 1, sparse layers, k]: the combine weights of these experts."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The numbers of a reward that is a dict; the score is the one that --reward-key names."""
     prompt_row: Prompt | None = None
@@ -285,13 +298,15 @@ class Sample:
     def __post_init__(self) -> None:
         if self.prompt_row is not None:
             self.prompt = self.prompt or self.prompt_row.text
-            self.label = copy.deepcopy(self.prompt_row.label) if self.label is None else self.label
+            if self.label is None:
+                self.label = copy.deepcopy(self.prompt_row.label)
             self.metadata = self.metadata or copy.deepcopy(self.prompt_row.metadata)
 
     def compact(self) -> Sample:
         """Replaces lists with a number for each token, and returns the sample."""
         for name, code in NUMBER_TYPES.items():
-            if not isinstance(values := getattr(self, name), Numbers):
+            values = getattr(self, name)
+            if not isinstance(values, Numbers):
                 setattr(self, name, Numbers(code, values))
         return self
 
@@ -313,7 +328,9 @@ class Sample:
     @property
     def prompt_index(self) -> int:
         """Number of that row; -1 without a row."""
-        return -1 if self.prompt_row is None else self.prompt_row.index
+        if self.prompt_row is None:
+            return -1
+        return self.prompt_row.index
 
     @property
     def prompt_ids(self) -> Ints:
@@ -328,69 +345,75 @@ class Sample:
     @property
     def prompt_text(self) -> str:
         """The prompt as one text."""
-        return (
-            self.prompt
-            if isinstance(self.prompt, str)
-            else json.dumps(self.prompt, ensure_ascii=False)
-        )
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return json.dumps(self.prompt, ensure_ascii=False)
 
     @property
     def effective_response_length(self) -> int:
         """Tokens of the response that are trained on."""
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+        if self.loss_mask is None:
+            return self.response_length
+        return sum(self.loss_mask)
 
     @property
     def turns(self) -> int:
-        """Runs of tokens that are trained on."""
+        """The number of runs of consecutive trained tokens."""
         return sum(now > before for before, now in pairwise([0, *self.loss_mask]))
 
     @property
     def trained_versions(self) -> list[int]:
-        """Versions of the weights that sampled the tokens that are trained on."""
-        return [
-            version
-            for version, trained in zip(self.weight_versions, self.loss_mask, strict=True)
-            if trained
-        ]
+        """For each trained token the version of the weights that sampled it."""
+        versions = []
+        for version, is_trained in zip(self.weight_versions, self.loss_mask, strict=True):
+            if is_trained:
+                versions.append(version)
+        return versions
 
     @property
     def worker_of_each(self) -> Ints:
         """`rollout_workers`; -1 for all tokens if a function did not keep one per token."""
-        workers, length = self.rollout_workers, self.response_length
-        return workers if len(workers) == length else [-1] * length
+        if len(self.rollout_workers) == self.response_length:
+            return self.rollout_workers
+        return [-1] * self.response_length
 
     @property
     def rollout_top_p_token_ids(self) -> Tensor | None:
-        """The tokens of `sampling_mask`, of one response token after another."""
-        return None if self.sampling_mask is None else self.sampling_mask.token_ids
+        """slime's name of `sampling_mask.token_ids`; None without a mask."""
+        if self.sampling_mask is None:
+            return None
+        return self.sampling_mask.token_ids
 
     @rollout_top_p_token_ids.setter
     def rollout_top_p_token_ids(self, token_ids: Sequence[int] | Tensor | None) -> None:
-        lengths = (
-            SamplingMask.unrecorded(0).lengths
-            if self.sampling_mask is None
-            else self.sampling_mask.lengths
-        )
-        self.sampling_mask = None if token_ids is None else SamplingMask(_int32(token_ids), lengths)
+        if token_ids is None:
+            self.sampling_mask = None
+            return
+        # slime's functions set token ids and offsets one after the other
+        mask = self.sampling_mask
+        if mask is None:
+            mask = SamplingMask.unrecorded(0)
+        self.sampling_mask = SamplingMask(_int32(token_ids), mask.lengths)
 
     @property
     def rollout_top_p_token_offsets(self) -> Tensor | None:
-        """Where the tokens of each response token begin in them, and where the last ones end."""
+        """slime's form of `sampling_mask.lengths`: the start of each set, and the last end."""
         if self.sampling_mask is None:
             return None
         return torch.nn.functional.pad(self.sampling_mask.lengths.cumsum(0), (1, 0))
 
     @rollout_top_p_token_offsets.setter
     def rollout_top_p_token_offsets(self, offsets: Sequence[int] | Tensor | None) -> None:
-        ids = (
-            SamplingMask.unrecorded(0).token_ids
-            if self.sampling_mask is None
-            else self.sampling_mask.token_ids
-        )
-        self.sampling_mask = None if offsets is None else SamplingMask(ids, _int32(offsets).diff())
+        if offsets is None:
+            self.sampling_mask = None
+            return
+        mask = self.sampling_mask
+        if mask is None:
+            mask = SamplingMask.unrecorded(0)
+        self.sampling_mask = SamplingMask(mask.token_ids, _int32(offsets).diff())
 
     def get_reward_value(self, args: Any) -> float | None:
-        """The reward as a number, by `args.reward_key` where it is a dict."""
+        """Returns the reward as a number; of a dict, the number of `args.reward_key`."""
         if isinstance(self.reward, Mapping):
             return float(self.reward[args.reward_key])
         return self.reward
@@ -406,72 +429,85 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Appends tokens to the response, with their entries of loss mask, log-probs and versions."""
-        ids, meta = _listed(tokens, int), meta_info or {}
-        values = None if log_probs is None else _listed(log_probs, float)
-        if trainable and ids and values is None:
-            raise ValueError(
-                "tokens that are trained on need the log-probs that they were sampled with."
-            )
+        """Appends tokens to the response, as slime's method of this name does.
+
+        Args:
+            args: slime passes its options; they have no effect.
+            tokens: Token ids.
+            log_probs: One per token, required if the tokens are trained on.
+            trainable: Whether the tokens are trained on; False for the output of tools.
+            meta_info: The server's meta_info: versions, sampling masks and finish reason.
+            text: The tokens' text.
+            update_terminal_info: Whether the finish reason sets `status`.
+
+        Raises:
+            ValueError: Trained tokens have no log-probs, or other tokens have some.
+        """
+        ids = _listed(tokens, int)
+        values = _listed(log_probs, float)
+        meta = meta_info or {}
+        if trainable and ids and log_probs is None:
+            raise ValueError("trained tokens need the log-probs that they were sampled with.")
         if not trainable and values:
-            raise ValueError(
-                "tokens with trainable=False are not the policy's, and have no log-probs."
-            )
-        values = [0.0] * len(ids) if values is None else values
+            raise ValueError("tokens with trainable=False are not sampled and have no log-probs.")
+        if log_probs is None:
+            values = [0.0] * len(ids)
         before = self.response_length
-        mask = [1] * before if self.loss_mask is None else self.loss_mask
+        mask = self.loss_mask
+        if mask is None:
+            mask = [1] * before
         earlier = self.rollout_log_probs
         if earlier is None:
-            earlier = [math.nan if trained else 0.0 for trained in mask]
+            earlier = [math.nan if is_trained else 0.0 for is_trained in mask]
         self.tokens = [*self.tokens, *ids]
         self.response_length += len(ids)
         self.loss_mask = [*mask, *[int(trainable)] * len(ids)]
         self.rollout_log_probs = [*earlier, *values]
-        if (
-            len(self.weight_versions) == before
-        ):  # else the program knows what its own engine sampled
-            self.weight_versions = [
-                *self.weight_versions,
-                *_versions(meta, len(ids), self.weight_versions),
-            ]
+        # If a function did not keep one version per token, the trainer fills them in later, from
+        # the tokens that its engine sampled.
+        if len(self.weight_versions) == before:
+            added = _versions(meta, len(ids), self.weight_versions)
+            self.weight_versions = [*self.weight_versions, *added]
         sets = meta.get("output_token_sampling_mask")
         if sets is not None or self.sampling_mask is not None:
-            known = (
-                SamplingMask.unrecorded(before)
-                if self.sampling_mask is None
-                else self.sampling_mask
-            )
-            added = (
-                SamplingMask.unrecorded(len(ids)) if sets is None else SamplingMask.from_sets(sets)
-            )
-            self.sampling_mask = SamplingMask.cat([known, added])
+            self._append_sampling_mask(before, len(ids), sets)
         self.response += text or ""
         if update_terminal_info and "finish_reason" in meta:
             self.status = STATUS.get(meta["finish_reason"]["type"], self.status)
+
+    def _append_sampling_mask(
+        self, before: int, count: int, sets: Sequence[Sequence[int]] | None
+    ) -> None:
+        """Appends `count` positions to the mask of the `before` earlier response tokens."""
+        earlier = self.sampling_mask
+        if earlier is None:
+            earlier = SamplingMask.unrecorded(before)
+        if sets is None:
+            added = SamplingMask.unrecorded(count)
+        else:
+            added = SamplingMask.from_sets(sets)
+        self.sampling_mask = SamplingMask.cat([earlier, added])
 
 
 def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:
     """Groups adjacent samples that are segments of one rollout."""
     rollouts: list[list[Sample]] = []
+    previous_id = None
     for sample in samples:
-        if (
-            rollouts
-            and sample.rollout_id is not None
-            and rollouts[-1][0].rollout_id == sample.rollout_id
-        ):
+        if sample.rollout_id is not None and sample.rollout_id == previous_id:
             rollouts[-1].append(sample)
         else:
             rollouts.append([sample])
+        previous_id = sample.rollout_id
     return rollouts
 
 
 def _listed(values: Any, kind: type[T]) -> list[T]:
     if values is None:
         return []
-    return [
-        kind(value)
-        for value in (values.flatten().tolist() if isinstance(values, Tensor) else values)
-    ]
+    if isinstance(values, Tensor):
+        values = values.flatten().tolist()
+    return [kind(value) for value in values]
 
 
 def _int32(values: Sequence[int] | Tensor) -> Tensor:
@@ -479,18 +515,31 @@ def _int32(values: Sequence[int] | Tensor) -> Tensor:
 
 
 def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> list[int]:
-    """Returns the version of each token from a server's meta_info, or else the version of the token before them."""
+    """Returns the weight version of each of `count` new tokens.
 
-    def number(name: Any) -> int:
-        return int(name) if str(name).isdecimal() else 0
-
+    A server's meta_info has spans of versions, or one version. Without either, the tokens get the
+    version of the last token in `before`; if there is none, the list is empty.
+    """
     spans = meta.get("weight_versions")
     if spans:
-        return [
-            number(span["version"]) for span in spans for _ in range(span["start"], span["end"])
-        ]
-    name = meta.get("weight_version", before[-1] if before else None)
-    return [] if name is None else [number(name)] * count
+        versions = []
+        for span in spans:
+            versions += [_version_number(span["version"])] * (span["end"] - span["start"])
+        return versions
+    if "weight_version" in meta:
+        name = meta["weight_version"]
+    elif before:
+        name = before[-1]
+    else:
+        name = None
+    if name is None:
+        return []
+    return [_version_number(name)] * count
+
+
+def _version_number(name: Any) -> int:
+    """Returns a server's version as a number; 0 for a name such as SGLang's `default`."""
+    return int(name) if str(name).isdecimal() else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -531,10 +580,8 @@ def check_room(
         raise ValueError(
             f"prompt {prompt.index} has no tokens; a response needs at least one to follow."
         )
-    context = min(
-        (limit for limit in (sampling.max_context_len, context_len) if limit is not None),
-        default=math.inf,
-    )
+    limits = [math.inf, sampling.max_context_len, context_len]
+    context = min(limit for limit in limits if limit is not None)
     if length >= context:
         bound = f"which leaves no tokens for a response in a context of {context}"
     elif longest_prompt is not None and length > longest_prompt:

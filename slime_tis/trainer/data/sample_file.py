@@ -1,4 +1,4 @@
-"""Samples in a file: one JSON object per line, to look at, to analyse, or to train on again."""
+"""Samples in a file, as one JSON object per line, for analysis and for training on them again."""
 
 import base64
 import dataclasses
@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from slime_tis.trainer.data.user_values import json_object
 
 TENSORS = {"rollout_routed_experts": ("uint8", "int16"), "rollout_routing_weights": ("float32",)}
 """Fields of a sample that are tensors, and the types that each may have."""
+MAX_SAMPLE_CHARACTERS = 1 << 28
+"""Bound on the first line of a file that a run wants to replace, which may be any file."""
 WRONG_MODEL = "give --load-debug-rollout-data samples of this model."
 
 
@@ -41,13 +44,16 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
         raise ValueError(f"the samples were not saved to {quoted_path(path)}: {error}.") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as lines:
-        for sample in (sample for group in groups for sample in group):
+        for sample in chain(*groups):
             row = json.dumps(to_dict(sample), allow_nan=False) + "\n"
             lines.write(row.encode())
 
 
 def save_batches(path: Path, batches: Sequence[Sequence[Sequence[Sample]]]) -> None:
-    """Writes the groups of several batches, one sample per line, into a directory that appears when it is complete."""
+    """Writes the groups of several batches, one sample per line.
+
+    The file need not be atomic: its directory is renamed when it is complete.
+    """
     with path.open("w", encoding="utf-8") as lines:
         for batch_index, groups in enumerate(batches):
             for group_index, group in enumerate(groups):
@@ -57,7 +63,11 @@ def save_batches(path: Path, batches: Sequence[Sequence[Sequence[Sample]]]) -> N
 
 
 def load_batches(path: Path, count: int, sizes: ModelSizes) -> list[list[list[Sample]]]:
-    """Returns the groups of the batches that `save_batches` wrote; raises ValueError for other content."""
+    """Returns the groups of the batches that `save_batches` wrote.
+
+    Raises:
+        ValueError: A line is not such a sample, or does not fit the model.
+    """
     batches: list[dict[int, list[Sample]]] = [{} for _ in range(count)]
     for place, row in json_lines(path):
         try:
@@ -79,7 +89,7 @@ def check_replaceable(path: Path) -> None:
     try:
         if path.is_file():  # reading a pipe or a device would block
             with path.open(encoding="utf-8") as lines:
-                from_dict(json.loads(lines.readline(1 << 28)))
+                from_dict(json.loads(lines.readline(MAX_SAMPLE_CHARACTERS)))
             return
     except (ValueError, RecursionError):
         pass
@@ -89,7 +99,17 @@ def check_replaceable(path: Path) -> None:
 def load_samples(
     path: str | Path, prompts: int, n_samples: int, sizes: ModelSizes | None = None
 ) -> list[list[Sample]]:
-    """Reads the groups of a rollout."""
+    """Reads the groups of a rollout.
+
+    Args:
+        path: A file that `save_samples` wrote.
+        prompts: Number of groups that the file must have.
+        n_samples: Number of samples that each group must have.
+        sizes: Sizes of the model that the samples must fit.
+
+    Raises:
+        ValueError: The file does not exist, is not such a file, or has other numbers.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(
@@ -120,15 +140,15 @@ def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
         raise ValueError(
             f"{place} has the reward {quoted(reward)}; give a number of at most {MAX_REWARD:g}."
         )
-    vocab_size, context_len = sizes.vocab_size or math.inf, sizes.context_len or math.inf
-    outside = [
-        token for token in sample.tokens if type(token) is not int or not 0 <= token < vocab_size
-    ]
-    if outside:
-        raise ValueError(
-            f"{place} has token {quoted(outside[0])}, but the model's token ids end at"
-            f" {vocab_size - 1}; {WRONG_MODEL}"
-        )
+    vocab_size = sizes.vocab_size or math.inf
+    context_len = sizes.context_len or math.inf
+    for token in sample.tokens:
+        # not isinstance: True is an int, too
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{place} has token {quoted(token)}, but the model's token ids end at"
+                f" {vocab_size - 1}; {WRONG_MODEL}"
+            )
     if len(sample.tokens) > context_len:
         raise ValueError(
             f"{place} has {len(sample.tokens)} tokens, but the model's context has {context_len};"
@@ -137,16 +157,18 @@ def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
 
 
 def to_dict(sample: Sample) -> dict[str, Any]:
-    """The sample as JSON values, without metadata and tokens that its prompt's row has too."""
+    """Returns the sample as JSON values, without metadata and tokens that its prompt row has."""
+    # not dataclasses.asdict, which would copy the tensors
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-    row |= {
-        name: list(getattr(sample, name) or []) for name in NUMBER_TYPES
-    }  # some are None before a response
+    for name in NUMBER_TYPES:
+        row[name] = list(row[name] or [])  # some are None before a response
+    for name in TENSORS:
+        row[name] = encoded(row[name])
     row["status"] = sample.status.value
-    row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
     if sample.sampling_mask is not None:
         row["sampling_mask"] = {
-            name: encoded(part) for name, part in vars(sample.sampling_mask).items()
+            "token_ids": encoded(sample.sampling_mask.token_ids),
+            "lengths": encoded(sample.sampling_mask.lengths),
         }
     row["metadata"] = json_object(sample.metadata, "its metadata")
     if sample.train_metadata is not None:
@@ -157,28 +179,31 @@ def to_dict(sample: Sample) -> dict[str, Any]:
             row["prompt_row"]["token_ids"] = None
         if sample.metadata == sample.prompt_row.metadata:
             row["metadata"] = {}
-    row["rollout_log_probs"] = [
-        value if value is not None and math.isfinite(value) else None
-        for value in row["rollout_log_probs"]
-    ]
+    log_probs: list[float | None] = []
+    for value in row["rollout_log_probs"]:
+        is_finite = value is not None and math.isfinite(value)
+        log_probs.append(value if is_finite else None)
+    row["rollout_log_probs"] = log_probs
     return row
 
 
 def from_dict(row: dict[str, Any]) -> Sample:
-    """The sample of a row that `to_dict` made; a log-prob that is null becomes NaN."""
+    """Returns the sample of a row that `to_dict` made; a log-prob that is null becomes NaN.
+
+    Raises:
+        ValueError: The row is not a sample.
+    """
     try:
-        sample = Sample(
-            **row
-            | {
-                "prompt_row": _prompt_row(row),
-                "status": SampleStatus(row["status"]),
-                "rollout_log_probs": [
-                    math.nan if value is None else value for value in row["rollout_log_probs"]
-                ],
-                "sampling_mask": _sampling_mask(row.get("sampling_mask")),
-                **{name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()},
-            }
-        )
+        fields = dict(row)
+        fields["prompt_row"] = _prompt_row(row)
+        fields["status"] = SampleStatus(row["status"])
+        fields["rollout_log_probs"] = [
+            math.nan if value is None else value for value in row["rollout_log_probs"]
+        ]
+        fields["sampling_mask"] = _sampling_mask(row.get("sampling_mask"))
+        for name, dtypes in TENSORS.items():
+            fields[name] = decoded(row.get(name), name, dtypes)
+        sample = Sample(**fields)
         _check_lengths(sample)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"is not a sample: {first_line(error)}.") from error
@@ -196,10 +221,11 @@ def _prompt_row(row: dict[str, Any]) -> Prompt | None:
 
 
 def _check_lengths(sample: Sample) -> None:
-    lengths = {"response_length": sample.response_length}
-    lengths |= {
-        name: len(getattr(sample, name))
-        for name in ("rollout_log_probs", "loss_mask", "weight_versions")
+    lengths = {
+        "response_length": sample.response_length,
+        "rollout_log_probs": len(sample.rollout_log_probs),
+        "loss_mask": len(sample.loss_mask),
+        "weight_versions": len(sample.weight_versions),
     }
     if sample.sampling_mask is not None:
         lengths["sampling_mask"] = len(sample.sampling_mask)
@@ -213,7 +239,7 @@ def _check_lengths(sample: Sample) -> None:
 
 
 def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
-    """A tensor as JSON values: type, shape, and its little-endian bytes in base64."""
+    """Returns a tensor as JSON values: type, shape, and little-endian bytes in base64."""
     if tensor is None:
         return None
     data = tensor.contiguous().cpu().numpy()
@@ -225,30 +251,31 @@ def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
 
 
 def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
-    """The tensor of a row that `encoded` made."""
+    """Returns the tensor of a row that `encoded` made.
+
+    Raises:
+        ValueError: The type is not one of `dtypes`, or bytes and shape do not fit.
+    """
     if row is None:
         return None
     if row["dtype"] not in dtypes:
         raise ValueError(
             f"the dtype of {name} is {row['dtype']!r:.40} but must be {' or '.join(dtypes)}"
         )
-    values = np.frombuffer(
-        base64.b64decode(row["base64"], validate=True), np.dtype(row["dtype"]).newbyteorder("<")
-    )
+    data = base64.b64decode(row["base64"], validate=True)
+    values = np.frombuffer(data, np.dtype(row["dtype"]).newbyteorder("<"))
     return torch.from_numpy(values.astype(row["dtype"]).reshape(row["shape"]))
 
 
 def _sampling_mask(row: Any) -> SamplingMask | None:
     if row is None:
         return None
-    token_ids, lengths = (decoded(row[name], name, ["int32"]) for name in ("token_ids", "lengths"))
+    token_ids = decoded(row["token_ids"], "token_ids", ["int32"])
+    lengths = decoded(row["lengths"], "lengths", ["int32"])
     if token_ids is None or lengths is None or token_ids.dim() != 1 or lengths.dim() != 1:
         raise ValueError("a sampling_mask without two lists of numbers, token_ids and lengths")
-    if (
-        bool((lengths < 0).any())
-        or int(lengths.sum()) != len(token_ids)
-        or bool((token_ids < 0).any())
-    ):
+    has_negative = bool((lengths < 0).any()) or bool((token_ids < 0).any())
+    if has_negative or int(lengths.sum()) != len(token_ids):
         raise ValueError(
             "a sampling_mask with negative numbers, or with lengths that do not add up"
         )

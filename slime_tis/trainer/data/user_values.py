@@ -1,4 +1,7 @@
-"""Values that user functions return, in the types of `USER_FUNCTIONS` or as JSON, and their edits of samples."""
+"""Values that user functions return, and their edits of samples.
+
+Values have the types of `USER_FUNCTIONS`, or become JSON.
+"""
 
 import math
 import numbers
@@ -14,10 +17,21 @@ from slime_tis.trainer.data.sample import Sample
 from slime_tis.user_functions import USER_FUNCTIONS, describe
 
 DEEPEST = 100
+"""Most levels of nested metadata, well below Python's recursion limit."""
 
 
 def json_object(value: Mapping[Any, Any], place: str) -> dict[str, Any]:
-    """The mapping as JSON values: tuples and sets become lists, non-finite numbers None, other objects their text."""
+    """Returns a mapping as JSON values.
+
+    Tuples and sets become lists, non-finite numbers None, and other objects their text.
+
+    Args:
+        value: The mapping.
+        place: Its name in messages.
+
+    Raises:
+        ValueError: The mapping is nested too deeply.
+    """
     return {str(key): _json_value(item, place, 1) for key, item in value.items()}
 
 
@@ -29,7 +43,9 @@ def _json_value(value: Any, place: str, depth: int) -> Any:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        return float(value)
     if isinstance(value, Mapping):
         return {str(key): _json_value(item, place, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -38,18 +54,21 @@ def _json_value(value: Any, place: str, depth: int) -> Any:
 
 
 def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:
-    """Returns a user function's value in its type of `USER_FUNCTIONS`; raises CustomFunctionError for another type."""
+    """Returns the value of a user function, converted to its type in `USER_FUNCTIONS`.
+
+    Raises:
+        CustomFunctionError: The value has another type.
+    """
     try:
         return _adapter(option).validate_python(value)
     except ValidationError as error:
-        first, *_ = error.errors(include_url=False)
-        place, returns = (
-            "".join(f"{step}: " for step in first["loc"]),
-            USER_FUNCTIONS[option].returns,
-        )
-        name = (
-            returns.__name__ if isinstance(returns, type) else str(returns).replace("typing.", "")
-        )
+        first = error.errors(include_url=False)[0]
+        place = "".join(f"{step}: " for step in first["loc"])
+        returns = USER_FUNCTIONS[option].returns
+        if isinstance(returns, type):
+            name = returns.__name__
+        else:  # list[list[Any]], for example, is no class
+            name = str(returns).replace("typing.", "")
         raise CustomFunctionError(
             f"{describe(function)} returned {quoted(value)}; {place}{first['msg']}. Return {name}."
         ) from None
@@ -68,7 +87,7 @@ gets it."""
 
 
 def handed_out(sample: Sample) -> SampleSnapshot:
-    """Gives a sample the lists that a user function gets, and returns a copy of its fields."""
+    """Replaces a sample's compact numbers with lists for a user function; returns a snapshot."""
     sample.expand()
     return _fixed(sample), list(sample.loss_mask)
 
@@ -88,7 +107,8 @@ class SampleEdits:
         Raises:
             CustomFunctionError: An edit is not allowed.
         """
-        (fixed, old_mask), mask = before, sample.loss_mask
+        fixed, old_mask = before
+        mask = sample.loss_mask
         is_mask = isinstance(mask, list) and len(mask) == len(old_mask) and set(mask) <= {0, 1}
         if not is_mask or not isinstance(sample.metadata, dict) or _fixed(sample) != fixed:
             raise CustomFunctionError(
@@ -96,18 +116,20 @@ class SampleEdits:
                 " (a dict), loss_mask (0 or 1 for each response token) and remove_sample, nothing"
                 " else."
             )
-        metadata = json_object(sample.metadata, "its metadata")
-        new_mask = [int(value) for value in mask]
-        sample.loss_mask = new_mask  # True and 1.0 are allowed, too
+        new_metadata: dict[str, Any] | None = json_object(sample.metadata, "its metadata")
+        if sample.prompt_row is not None and new_metadata == sample.prompt_row.metadata:
+            new_metadata = None
+        new_mask = [int(value) for value in mask]  # True and 1.0 are allowed, too
+        sample.loss_mask = new_mask
         sample.compact()
         return cls(
-            metadata=None if metadata == getattr(sample.prompt_row, "metadata", None) else metadata,
+            metadata=new_metadata,
             loss_mask=None if new_mask == old_mask else new_mask,
             remove_sample=bool(sample.remove_sample),
         )
 
     def apply(self, sample: Sample) -> None:
-        """Writes the edits into the sample of another rank."""
+        """Writes the edits into a sample, which another rank has scored."""
         if self.metadata is not None:
             sample.metadata = self.metadata
         if self.loss_mask is not None:
@@ -120,11 +142,9 @@ def _fixed(sample: Sample) -> tuple[Any, ...]:
         list(sample.tokens),
         list(sample.rollout_log_probs),
         list(sample.weight_versions),
-        (
-            sample.group_index,
-            sample.index,
-            sample.rollout_id,
-            sample.response_length,
-            sample.status,
-        ),
+        sample.group_index,
+        sample.index,
+        sample.rollout_id,
+        sample.response_length,
+        sample.status,
     )
