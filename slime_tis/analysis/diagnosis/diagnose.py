@@ -354,7 +354,7 @@ def findings_of(tokens: Tokens) -> list[Finding]:
 
 
 def _findings_with_worker(tokens: Tokens, worker: Finding, of_worker: Mask) -> list[Finding]:
-    """Returns the finding on a server with its own cause, and the findings on the others."""
+    """Returns the finding on a server with its cause, then the findings on the other servers."""
     own = findings_of(tokens.only(of_worker))
     if own:
         cause = max(own, key=lambda finding: finding.score).cause

@@ -127,8 +127,7 @@ POSSIBLE_NOISE = {
     "int8": ("bf16", "bf16 or int8", "fp8"),
     "fp8": ("bf16 or int8", "fp8"),
 }
-"""Names of the possible noise of each precision; int8 and fp8 depend on the spread of the
-weights."""
+"""Kinds of noise that a precision may make. That of int8 and fp8 depends on the weights' spread."""
 
 
 def rounding(tokens: Tokens) -> Finding | None:

@@ -145,7 +145,7 @@ class HypothesisScorer:
         """Runs a forward pass of samples under `network`.
 
         Returns:
-            The log-probs [T] of each sample, for each list of hypotheses.
+            The log-probs [T] per list of hypotheses and sample.
         """
         rows: list[dict[int, Tensor]] = []
         for _ in lists:
@@ -191,8 +191,8 @@ class HypothesisScorer:
     def _may_skip(self, network: Edits, lists: Sequence[Edits]) -> bool:
         """Whether samples whose input stays have the log-probs of the reference."""
         changes_network = any(self.table[name].network for name, _ in network)
-        logits_edits = [self.table[name].logits for edits in lists for name, _ in edits]
-        return () in self._rows and not changes_network and not any(logits_edits)
+        changes_logits = any(self.table[name].logits for name, _ in chain.from_iterable(lists))
+        return () in self._rows and not changes_network and not changes_logits
 
     def _network_logits(
         self, network: Edits, reads: Mapping[int, Input]
@@ -224,7 +224,7 @@ class HypothesisScorer:
             yield from zip(chunk, logits, strict=True)
 
     def _batch_logits(self, reads: Sequence[Input]) -> Iterator[Tensor]:
-        """Yields the logits [T, V] of each sample of a batch, divided by the temperature."""
+        """Yields the samples' logits [T, V] from one batch, divided by the temperature."""
         # Padding after the end needs no mask, as attention is causal.
         tokens = pad_sequence([read.tokens for read in reads], batch_first=True)
         positions = torch.arange(tokens.shape[1]).repeat(len(reads), 1)
@@ -237,7 +237,7 @@ class HypothesisScorer:
             yield logits[end - read.response : end] / read.temperature
 
     def _read(self, i: int, edits: Edits) -> Input:
-        """Returns what the network reads of a sample; the sample itself if nothing changes."""
+        """Returns the network's input for a sample; the sample itself if nothing changes."""
         read = self._inputs[i]
         for name, value in edits:
             prompt_edit = self.table[name].prompt
@@ -251,7 +251,7 @@ class HypothesisScorer:
         return read
 
     def _reported(self, rows: list[Tensor], edits: Edits) -> list[Tensor]:
-        """Returns the log-probs that the engine reports instead of its own."""
+        """Returns the log-probs that the engine reports instead of the computed ones."""
         for name, value in edits:
             change = self.table[name].outputs
             if change is not None:

@@ -147,7 +147,7 @@ NO_MISMATCH_METRIC = (
 
 
 def logged_values(rows: Rows, name: str) -> list[tuple[float, float]]:
-    """Returns step and value of each row that has a metric, finite or not."""
+    """Returns step and value of the rows that have a metric, finite or not."""
     names = [name]
     if "/" not in name:
         names = [prefix + name for prefix in METRIC_PREFIXES]
@@ -173,7 +173,7 @@ def series_of(rows: Rows, name: str) -> list[float]:
 def run_statistics(rows: Rows) -> dict[str, float]:
     """Returns named statistics of a run's metrics. A statistic is missing if its metrics are.
 
-    Statistics of a mismatch metric use its `distance` instead of its value.
+    For mismatch metrics, `distance` replaces the value.
     """
     series = {name: series_of(rows, name) for name in SERIES}
     for metric in MISMATCH_METRICS:
@@ -339,7 +339,7 @@ RUN_RULES = (
 def metric_findings(rows: Rows) -> list[Finding]:
     """Returns all findings on a run without tokens.
 
-    They come from RUN_RULES and from the rules of each mismatch metric.
+    They come from RUN_RULES and from the rules on mismatch metrics.
     """
     values = run_statistics(rows)
     findings = list(evaluate(RUN_RULES, values).values())

@@ -83,7 +83,7 @@ class Proof:
     """Whether the cause is noise of the mismatch's size, which scoring again repeats only in
     part."""
     explanations: tuple[Explanation, ...] = ()
-    """The causes, then the best of the others."""
+    """The causes, then the best other hypotheses."""
     rivals: tuple[str, ...] = ()
     """Hypotheses that these samples do not distinguish from the last cause."""
     samples: int = 0
@@ -347,7 +347,7 @@ class _Case:
         )
 
     def _sentence(self, proof: Proof, causes: Sequence[Explanation]) -> str:
-        """Returns the claims of the causes with their share, and what a proof lacks."""
+        """Returns the causes' claims with their share, and the reason if there is no proof."""
         search = self.search
         claims = []
         for cause in causes:

@@ -35,7 +35,7 @@ class Rescored:
     samples: int
     """Number of samples that were scored."""
     tokens: int
-    """Number of their tokens with log-probs of both engines."""
+    """Number of the samples' tokens that have log-probs by both engines."""
     step: int | None
     """The step whose samples fit the model's weights best; None if the dump has no steps."""
     train_error: float

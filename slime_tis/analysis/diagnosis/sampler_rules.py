@@ -148,7 +148,7 @@ POSITIVE_CHANGED = (0.4, 0.55)
 """Positive share of the changed tokens' mismatch, for no and for full confidence. Δ of a lowered
 token is negative if likelier tokens are lowered even more."""
 NEGATIVE_OTHERS = (0.9, 0.97)
-"""Negative share of the other tokens' mismatch, for no and for full confidence."""
+"""Negative share of the unchanged tokens' mismatch, for no and for full confidence."""
 
 
 def penalty(tokens: Tokens) -> Finding | None:

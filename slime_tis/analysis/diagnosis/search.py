@@ -100,7 +100,7 @@ class Measured:
     name: str
     value: float
     remaining: NDArray[Any]
-    """[B] Σ|Δ| of each held-out sample that remains, nats."""
+    """[B] remaining Σ|Δ| per held-out sample, nats."""
     share: float
     """Share of Σ|Δ| that disappears."""
 

@@ -73,9 +73,9 @@ RETOKENIZED_SHARE = 0.4
 
 
 def misaligned(tokens: Tokens) -> Verdict:
-    """Log-probs agree after a shift of complete samples, or of their tails (retokenized).
+    """Log-probs agree after a shift of complete samples, or of tails (retokenized).
 
-    At most MAX_ALIGNED suspects are aligned: the worst, and a part of the others. The remaining
+    At most MAX_ALIGNED suspects are aligned: the worst, and every n-th other one. The remaining
     suspects count as shifted if most aligned suspects are. Some are also aligned with another
     sample's log-probs, as a control.
     """
@@ -143,7 +143,7 @@ def misaligned(tokens: Tokens) -> Verdict:
 
 
 def _suspects(tokens: Tokens) -> list[NDArray[np.int64]]:
-    """Returns the rows of each sample with a large mismatch, the largest mismatch first."""
+    """Returns the rows of the samples with a large mismatch, the largest first."""
     if not len(tokens):
         return []
     _, starts, lengths = np.unique(tokens.sample, return_index=True, return_counts=True)
@@ -165,9 +165,9 @@ follows different tokens, so its log-probs agree only approximately."""
 
 
 def _shifts(train: Floats, rollout: Floats) -> NDArray[np.int64] | None:
-    """Returns the lag of each token; None if the sample is not shifted.
+    """Returns the tokens' lags [T]; None if the sample is not shifted.
 
-    Lags of one sample only grow, or only fall.
+    The lags of a sample only grow, or only fall.
     """
     length = min(len(train), len(rollout))
     path, saved, residual = best_lags(train[:length], rollout[:length])
@@ -229,7 +229,7 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
 
 
 def _lag_costs(train: Floats, rollout: Floats) -> Floats:
-    """Returns the cost [T, K] of each token under each lag, nats."""
+    """Returns the cost [T, K] by token and lag, nats."""
     tokens = len(train)
     cost_TK = np.full((tokens, len(LAGS)), OUTSIDE)
     for column, lag in enumerate(LAGS):

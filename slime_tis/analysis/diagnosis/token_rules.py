@@ -204,7 +204,7 @@ def mask_mistake(tokens: Tokens) -> Verdict:
 
 
 def _run_lengths(tokens: Tokens, chosen: Mask) -> Integers:
-    """Returns the length [N] of each token's run: neighbors that are all chosen, or all not."""
+    """Returns the lengths [N] of the tokens' runs: neighbors that are all chosen, or all not."""
     if not len(tokens):
         return np.zeros(0, np.int64)
     is_next = (np.diff(tokens.sample) == 0) & (np.diff(tokens.position) == 1)
@@ -224,8 +224,8 @@ IMPOSSIBLE = -25.0
 """Log-prob of a token that no engine samples: 2^18 token ids of this log-prob together are less
 likely than 1e-5."""
 ORDINARY_MEAN = (0.1, 0.02)
-"""Mean abs(Δ) of the other tokens, nats, for the smallest and for the largest confidence in broken
-tokens with possible log-probs."""
+"""Mean abs(Δ) of all unbroken tokens, nats, for the smallest and for the largest confidence in
+broken tokens whose log-probs are possible."""
 
 
 def broken_tokens(tokens: Tokens) -> Verdict:

@@ -32,7 +32,7 @@ MIN_UNCHANGED = 16
 MAX_BIASED = 3
 """Largest number of token ids with a bias."""
 MAX_TEMPERATURE = 5.0
-"""Largest ratio of the temperatures, or of their inverses."""
+"""Largest ratio of one temperature to the other."""
 MIN_DISTANCE = 1e-6
 """Smallest distance of a token's log-prob to the likeliest one's that gives a slope, nats."""
 REMAINING = 1e-6
@@ -45,9 +45,9 @@ class Position:
 
     text: Sequence[int]
     train: Mapping[int, float]
-    """Log-prob of each token by the training engine."""
+    """Log-probs by the training engine, by token id."""
     rollout: Mapping[int, float]
-    """Log-prob of the same tokens by the rollout engine."""
+    """Log-probs of the same tokens by the rollout engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class TopTokens:
     cause: str
     """A cause of `diagnose.CAUSES`; empty if no setting of the sampler explains the difference."""
     evidence: str
-    """What the tokens show, as a sentence."""
+    """The pattern of the differences, as a sentence."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _biases(token: Array, d: Array) -> Iterator[_Pattern]:
 
 
 def _temperature(train: Array, d: Array) -> _Pattern | None:
-    """d is proportional to log π_train, up to a constant of each position."""
+    """d is proportional to log π_train, up to one constant per position."""
     # A line through the likeliest token, which is the first one.
     x = train - train[:, :1]
     y = d - d[:, :1]

@@ -189,7 +189,7 @@ def _sample_and_token(sample: NDArray[Any], token: NDArray[Any]) -> Integers:
 
 
 def _repeats(table: TokenTable) -> Integers | None:
-    """Returns the number of earlier occurrences of each token [N] in its response."""
+    """Counts a token's earlier occurrences [N] in its response."""
     if table.token is None:
         return None
     key = _sample_and_token(table.sample, table.token)

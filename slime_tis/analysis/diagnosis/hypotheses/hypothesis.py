@@ -1,4 +1,4 @@
-"""A hypothesis: a change of the network, of its input, of its logits, or of the reported log-probs.
+"""A hypothesis changes the network, its input, its logits, or the reported log-probs.
 
 Shapes: T response tokens, V vocabulary entries, S tokens of prompt and response, L sparse layers, k
 experts.
@@ -28,7 +28,7 @@ class Input:
     temperature: float = 1.0
     """Temperature of the log-probs."""
     experts: Tensor | None = None
-    """[T, L, k] experts that the dump records for the prediction of each response token."""
+    """[T, L, k] experts that the dump records for the response tokens."""
     mask: Tensor | None = None
     """[S, S] bool, the keys that each query attends to; None means all earlier ones."""
     cache: Any = None

@@ -27,7 +27,7 @@ def with_prompt(sample: Input, prompt: Tensor) -> Input:
 def _causal(length: int) -> Tensor:
     """Returns an explicit mask [S, S].
 
-    Without one, transformers may take a jump of the positions for the start of another sample.
+    Without one, transformers may take a jump of the positions for the start of a packed sample.
     """
     return torch.ones(length, length, dtype=torch.bool).tril()
 

@@ -26,7 +26,7 @@ LARGEST_CHANGE = 10.0
 
 
 def _counts(logits: Tensor, sample: Input, *, prompt: bool) -> Tensor:
-    """Returns the number of earlier occurrences [T, V] of each token id.
+    """Counts the earlier occurrences [T, V] of every token id.
 
     Args:
         logits: [T, V].
@@ -160,7 +160,7 @@ def _bias_candidates(probability: Tensor, target: Tensor, change: Tensor) -> lis
 
 
 def _one_more_bias(biases: dict[int, float], candidates: list[int]) -> Iterator[dict[int, float]]:
-    """Yields the biases with each bias of each further candidate."""
+    """Yields the biases with one more candidate, for every value of the grid."""
     for token in candidates:
         if token not in biases:
             for bias in BIASES:

@@ -1,6 +1,6 @@
 """Faults whose cause is another checkpoint.
 
-These are weights or tensors of another step, adapters, draft models and caches of old weights.
+These are older or newer weights, adapters, draft models and caches of old weights.
 """
 
 import json
@@ -26,11 +26,11 @@ PARTS = {
     "MLP": ("mlp",),
     "norms": ("norm",),
 }
-"""Parts of a model, and words in the names of their tensors."""
+"""Words in the names of a part's tensors, by part."""
 FRACTIONS = (-3.0, -1.0, -0.5, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 """Grid of the fraction of the way to the other weights."""
 CAUSE = "weights_not_updated"
-"""Cause of the hypotheses on the weights of another step."""
+"""Cause of the hypotheses on older or newer weights."""
 SUSPECTS = 6
 """Number of single tensors that are tried."""
 
@@ -58,7 +58,7 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
                 up = tensors[name.replace(".lora_A.", ".lora_B.")]
                 merged[target] = own[target] + scale * (up.float() @ down.float())
     except Exception as error:
-        # A broken file raises many types of errors; safetensors has its own.
+        # Broken files raise many types of errors, also one that only safetensors has.
         message = f"{quoted_path(directory)} is no LoRA adapter of this model"
         raise ValueError(f"{message}: {type(error).__name__}, {first_line(error)}.") from error
     if not merged:
@@ -74,7 +74,7 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
 
 
 def for_model(path: str, other: Any) -> dict[str, Hypothesis]:
-    """Returns the hypothesis on a model of another architecture with the same vocabulary."""
+    """Returns the hypothesis on a different model with the same vocabulary."""
 
     @contextmanager
     def swapped(model: Any, _: float) -> Iterator[None]:
@@ -91,7 +91,7 @@ def for_model(path: str, other: Any) -> dict[str, Hypothesis]:
 def for_weights(
     path: str, own: Weights, weights: Weights, *, is_adapter: bool = False
 ) -> dict[str, Hypothesis]:
-    """Returns the hypotheses on the weights of another step, or on an adapter.
+    """Returns the hypotheses on older or newer weights, or on an adapter.
 
     Args:
         path: Of the weights, for the claims.
@@ -160,7 +160,7 @@ def for_tensors(
     Args:
         path: Of the weights, for the claims.
         own: Weights of the reference.
-        weights: Weights of another step.
+        weights: Older or newer weights.
         gradient: Of Σ_t change_t · log π_t. Its product with the difference of a tensor is the
             inner product of the mismatch and the tensor's first-order effect.
     """
