@@ -1,7 +1,9 @@
-"""slime's three agent examples: functions with their imports, signatures and control flow train unchanged."""
+"""slime's three agent examples train unchanged: imports, signatures and control flow."""
 
 import json
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,70 +127,68 @@ async def one_agent(args):
     args.results.append(sample)
 """
 
-NEED = {
+REWARD_FLAGS = {
     "search": ["--reward-key", "none", "--custom-rm-path", "{file}:reward_func"],
     "retool": ["--reward-key", "score", "--custom-rm-path", "{file}:reward_func"],
     "agents": ["--rm-type", "random"],
 }
-LABELS = {"search": {"ground_truth": {"target": ["a"]}}, "retool": {"answer": "7"}, "agents": "7"}
+LABELS: dict[str, Any] = {
+    "search": {"ground_truth": {"target": ["a"]}},
+    "retool": {"answer": "7"},
+    "agents": "7",
+}
 FILES = {"search": SEARCH, "retool": RETOOL, "agents": AGENTS}
 
 
-def flags(directory, file, example):
+def flags(directory: Path, file: Path, example: str) -> list[str]:
     model = make_checkpoint(directory, "qwen3")
     rows = [json.dumps({"prompt": text, "label": LABELS[example]}) for text in ("ab", "cd")]
-    (directory / "train.jsonl").write_text("\n".join(rows) + "\n")
-    return [
-        *(
-            "--hf-checkpoint",
-            str(model),
-            "--prompt-data",
-            str(directory / "train.jsonl"),
-            "--num-rollout",
-            "1",
-        ),
-        *(
-            "--input-key",
-            "prompt",
-            "--label-key",
-            "label",
-            "--rollout-batch-size",
-            "2",
-            "--n-samples-per-prompt",
-            "2",
-        ),
-        *(
-            "--rollout-max-response-len",
-            "6",
-            "--custom-generate-function-path",
-            f"{file}:generate",
-            "--no-progress",
-        ),
-        *("--no-use-tensorboard", "--num-threads", "1"),
-        *(word.format(file=file) for word in NEED[example]),
-    ]
+    prompts = directory / "train.jsonl"
+    prompts.write_text("\n".join(rows) + "\n")
+    options = {
+        "--hf-checkpoint": str(model),
+        "--prompt-data": str(prompts),
+        "--num-rollout": "1",
+        "--input-key": "prompt",
+        "--label-key": "label",
+        "--rollout-batch-size": "2",
+        "--n-samples-per-prompt": "2",
+        "--rollout-max-response-len": "6",
+        "--custom-generate-function-path": f"{file}:generate",
+        "--num-threads": "1",
+    }
+    words = ["--no-progress", "--no-use-tensorboard"]
+    for name, value in options.items():
+        words += [name, value]
+    return words + [word.format(file=file) for word in REWARD_FLAGS[example]]
+
+
+def install_slime(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs a slime whose modules need servers."""
+    for folder in ("utils", "rollout"):
+        (directory / "slime" / folder).mkdir(parents=True)
+    client = directory / "slime" / "utils" / "http_utils.py"
+    client.write_text("async def post(*_): return None.post\n")
+    rollout = directory / "slime" / "rollout" / "sglang_rollout.py"
+    rollout.write_text("raise ImportError('ray')\n")
+    path = f"{directory}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", path)
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["without slime", "with slime"])
 @pytest.mark.parametrize("example", FILES)
-def test_the_control_flow_of_the_example_trains(example, installed, tmp_path, monkeypatch):
-    if installed:  # a slime whose own modules need servers
-        for folder in ("utils", "rollout"):
-            (tmp_path / "site" / "slime" / folder).mkdir(parents=True)
-        (tmp_path / "site" / "slime" / "utils" / "http_utils.py").write_text(
-            "async def post(*_): return None.post\n"
-        )
-        (tmp_path / "site" / "slime" / "rollout" / "sglang_rollout.py").write_text(
-            "raise ImportError('ray')\n"
-        )
-        monkeypatch.setenv(
-            "PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        )
+def test_example_trains(
+    example: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed:
+        install_slime(tmp_path / "site", monkeypatch)
     file = tmp_path / "example.py"
     file.write_text(FILES[example])
     run = run_apart(flags(tmp_path, file, example), tmp_path / "run")
     assert run.returncode == 0, run.stderr
     (row,) = read_metrics(tmp_path / "run")
     assert row["rollout/generate_failed"] == 0
-    if example != "search":  # which sends text, so that the engine tokenizes earlier turns again
-        assert row["rollout/retokenized"] == 0 and row["train/loss_denominator"] > 0
+    # The search example sends text, so that the engine tokenizes earlier turns again.
+    if example != "search":
+        assert row["rollout/retokenized"] == 0
+        assert row["train/loss_denominator"] > 0

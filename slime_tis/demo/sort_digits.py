@@ -4,8 +4,8 @@
 
 Each prompt begins with `<bos>`, since prompts are tokenized without special tokens, as slime does.
 
-The policy is trained on a few supervised answers until a third of its greedy answers to the
-held-out prompts are correct. Reinforcement learning starts from this policy.
+The policy is trained on a few supervised answers, until a third of the greedy answers to held-out
+prompts are correct. Reinforcement learning starts from this policy.
 """
 
 import json
@@ -77,7 +77,7 @@ class Example:
 
 
 def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict[str, Any]:
-    """Creates the directory `out` atomically and returns the contents of its `complete.json`."""
+    """Creates the directory `out` atomically, and returns the report in `complete.json`."""
     example = example or Example()
     start = time.monotonic()
     train, held_out = make_rows(example, seed)
@@ -258,8 +258,8 @@ def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Ten
 def accuracies(model: PreTrainedModel, tokens: Tensor, digits: int) -> tuple[float, float]:
     """Returns the share of correct greedy answers and the expected share of correct samples.
 
-    One forward pass on the correct answers gives both: a greedy answer is correct if each of its
-    tokens is the most probable one, and a sample is correct with the probability of the answer.
+    One forward pass on the correct answers gives both. A greedy answer is correct if all correct
+    tokens are the most probable ones; a sample is correct with the probability of the answer.
     """
     log_probs = answer_log_probs(model, tokens, digits)
     answers = tokens[:, -digits - 1 :]
