@@ -1,7 +1,7 @@
-"""Options of the rollout correction: one frozen dataclass, validated when it is made, and its presets."""
+"""Options of the rollout correction: one frozen dataclass, checked when it is made, and its presets."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
@@ -31,7 +31,7 @@ DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {
     "binary_kl": 0.05,
     "binary_kl_max": 0.1,
 }
-"""Default of divergence_mask_bound: of prime-rl and DPPO, of DPPO, and of KPop."""
+"""Defaults of divergence_mask_bound: from prime-rl and DPPO, from DPPO, and from KPop."""
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
 LOG_PROB_LIMIT = 9984.0
@@ -48,14 +48,14 @@ PolicyLoss = Literal[
 ]  # fmt: skip
 
 RATIO_LOSSES = tuple(name for name in get_args(PolicyLoss) if name not in ("dro", "reinforce"))
-"""Losses whose own ratio is the importance weight when the rollout policy is the old policy."""
+"""Losses whose ratio is the importance weight if the rollout policy is the old policy."""
 FIXED_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
 ADAPTIVE_BOUNDS = ("rs_z_score", "rs_target_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """What to correct and how. Bounds are always on the ratio π_train/π_rollout."""
+    """The options of the correction. Bounds are always on the ratio π_train/π_rollout."""
 
     use_tis: bool = correction_option(False)
     """Multiply the loss by importance weights."""
@@ -157,37 +157,18 @@ class RolloutCorrectionConfig:
             raise ValueError(problem)
 
     def _problems(self) -> Iterator[str]:
-        for sign, (lower, upper) in {
-            "": self.is_bounds,
-            "-negative": self.is_bounds_negative,
-        }.items():
-            is_constant = lower == upper and self.signs_bounds and self.tis_mode == "clip"  # TOPR
-            has_lower = self.mode.has_lower_bound or self.tis_lower_bound is not None
-            if self.use_tis and has_lower and lower >= upper and not is_constant:
-                bounds = (
-                    f"--tis-lower-bound{sign} {lower} is not below --tis-upper-bound{sign} {upper}"
-                )
-                yield f"{bounds}; lower it or raise the upper bound."
-        if (
-            self.use_tis
-            and self.tis_lower_bound_negative is not None
-            and not self.mode.has_lower_bound
-        ):
-            yield (
-                f"--tis-lower-bound-negative has no effect with --tis-mode {self.tis_mode}; use"
-                " clip or mask."
-            )
+        if self.use_tis:
+            yield from self._problems_of_weights()
         yield from self._problems_of_adaptive_bounds()
         for criterion in self.rejections:
             if criterion.lower is not None and criterion.lower >= criterion.upper:
-                option = (
-                    "--rs-lower-bound" if criterion.name in LEVELS else "--rollout-rs-threshold"
+                option = "--rollout-rs-threshold"
+                if criterion.name in LEVELS:
+                    option = "--rs-lower-bound"
+                yield (
+                    f"{option}: the lower bound {criterion.lower} of {criterion.name} is not below"
+                    f" {criterion.upper}; lower it or raise the upper bound."
                 )
-                bounds = (
-                    f"the lower bound {criterion.lower} of {criterion.name} is not below"
-                    f" {criterion.upper}"
-                )
-                yield f"{option}: {bounds}; lower it or raise the upper bound."
         if self.use_tis and self.use_rollout_logprobs and self.policy_loss in RATIO_LOSSES:
             yield (
                 "--use-rollout-logprobs with --use-tis applies the correction twice under"
@@ -196,7 +177,7 @@ class RolloutCorrectionConfig:
             )
         if self.policy_loss == "vespo" and self.use_tis:
             yield (
-                "--policy-loss vespo weights whole sequences itself; drop --use-tis, and add"
+                "--policy-loss vespo already weights sequences; drop --use-tis, and add"
                 " --use-rollout-logprobs to weight by the ratio to the rollout policy."
             )
         yield from self._problems_of_divergence_mask()
@@ -209,6 +190,25 @@ class RolloutCorrectionConfig:
             yield (
                 "--old-logprobs interpolate has no meaning with --use-rollout-logprobs, which takes"
                 " the rollout log-probs as the old ones; drop one of them."
+            )
+
+    def _problems_of_weights(self) -> Iterator[str]:
+        all_bounds = {"": self.is_bounds, "-negative": self.is_bounds_negative}
+        has_lower = self.mode.has_lower_bound or self.tis_lower_bound is not None
+        # TOPR's weight is 1 at positive advantages, so equal bounds by sign are legal.
+        allows_equal = self.signs_bounds and self.tis_mode == "clip"
+        for suffix, (lower, upper) in all_bounds.items():
+            if lower == upper and allows_equal:
+                continue
+            if has_lower and lower >= upper:
+                yield (
+                    f"--tis-lower-bound{suffix} {lower} is not below --tis-upper-bound{suffix}"
+                    f" {upper}; lower it or raise the upper bound."
+                )
+        if self.tis_lower_bound_negative is not None and not self.mode.has_lower_bound:
+            yield (
+                f"--tis-lower-bound-negative has no effect with --tis-mode {self.tis_mode}; use"
+                " clip or mask."
             )
 
     def _problems_of_divergence_mask(self) -> Iterator[str]:
@@ -227,8 +227,8 @@ class RolloutCorrectionConfig:
             )
         if is_sequence and is_directed:
             yield (
-                "tokens of a sequence move both ways: --divergence-mask-level needs"
-                " --divergence-mask-direction both."
+                "--divergence-mask-level sequence needs --divergence-mask-direction both, because"
+                " tokens of a sequence move both ways."
             )
         if self.divergence_mask_anchor == "old" and self.use_rollout_logprobs:
             yield (
@@ -237,16 +237,15 @@ class RolloutCorrectionConfig:
             )
 
     def _problems_of_adaptive_bounds(self) -> Iterator[str]:
-        adaptive, fixed = (
-            [flag(name) for name in names if getattr(self, name) is not None]
-            for names in (ADAPTIVE_BOUNDS, FIXED_BOUNDS)
-        )
+        adaptive = self._set_flags(ADAPTIVE_BOUNDS)
+        fixed = self._set_flags(FIXED_BOUNDS)
         if not adaptive:
             return
         option = adaptive[0]
         if len(adaptive) > 1:
             yield (
-                "--rs-z-score and --rs-target-fraction both say what is rejected; drop one of them."
+                "--rs-z-score and --rs-target-fraction both set the rejection bounds; drop one of"
+                " them."
             )
         if fixed:
             yield f"{option} replaces fixed bounds; drop {' and '.join(fixed)}, or {option}."
@@ -258,9 +257,13 @@ class RolloutCorrectionConfig:
         if self.rs_level not in SEQUENCE_LEVELS:
             levels = " or ".join(SEQUENCE_LEVELS)
             yield (
-                f"{option} judges whole sequences but --rs-level is {self.rs_level}; choose"
+                f"{option} rejects complete sequences but --rs-level is {self.rs_level}; choose"
                 f" --rs-level {levels}."
             )
+
+    def _set_flags(self, names: Sequence[str]) -> list[str]:
+        """The flags of the fields that are not None."""
+        return [flag(name) for name in names if getattr(self, name) is not None]
 
     @property
     def mode(self) -> Mode:
@@ -270,19 +273,21 @@ class RolloutCorrectionConfig:
     @property
     def is_bounds(self) -> tuple[float, float]:
         """Lower and upper bound of the importance weight."""
-        lower = 1.0 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
-        return lower, self.tis_upper_bound
+        if self.tis_lower_bound is None:
+            return 1.0 / self.tis_upper_bound, self.tis_upper_bound
+        return self.tis_lower_bound, self.tis_upper_bound
 
     @property
     def is_bounds_negative(self) -> tuple[float, float]:
         """Lower and upper bound of the importance weight at negative advantages."""
-        upper = (
-            self.tis_upper_bound
-            if self.tis_upper_bound_negative is None
-            else self.tis_upper_bound_negative
-        )
-        lowers = (self.tis_lower_bound_negative, self.tis_lower_bound, 1.0 / upper)
-        return next(lower for lower in lowers if lower is not None), upper
+        upper = self.tis_upper_bound_negative
+        if upper is None:
+            upper = self.tis_upper_bound
+        if self.tis_lower_bound_negative is not None:
+            return self.tis_lower_bound_negative, upper
+        if self.tis_lower_bound is not None:
+            return self.tis_lower_bound, upper
+        return 1.0 / upper, upper
 
     @property
     def signs_bounds(self) -> bool:
@@ -300,31 +305,32 @@ class RolloutCorrectionConfig:
     @property
     def rs_bounds(self) -> tuple[float, float]:
         """Lower and upper bound of the ratio at `rs_level`."""
-        upper = self.tis_upper_bound if self.rs_upper_bound is None else self.rs_upper_bound
+        lower, upper = self.is_bounds
+        if self.rs_upper_bound is not None:
+            upper = self.rs_upper_bound
+            lower = 1.0 / upper
         if self.rs_lower_bound is not None:
-            return self.rs_lower_bound, upper
-        return (self.is_bounds[0] if self.rs_upper_bound is None else 1.0 / upper), upper
+            lower = self.rs_lower_bound
+        return lower, upper
 
     @property
     def rejections(self) -> tuple[Criterion, ...]:
-        """All effective rejection criteria: `rs_level` with its bounds, then the criteria of `rollout_rs`."""
-        criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
+        """All criteria that are on: of `rs_level`, of `rollout_rs`, and the divergence mask."""
+        criteria = []
+        if self.use_rs:
+            criteria.append(self._level_criterion())
+        criteria += parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
         if self.divergence_mask is not None:
-            bound, bound_negative = self.divergence_bounds
-            is_away = self.divergence_mask_direction == "away"
-            criterion = Criterion(
-                name="divergence_mask",
-                aggregation="token" if self.divergence_mask_level == "token" else "mean",
-                divergence=self.divergence_mask,
-                upper=bound,
-                anchor=self.divergence_mask_anchor,
-                bound_negative=bound_negative if is_away else None,
-            )
-            criteria = (*criteria, criterion)
-        if not self.use_rs:
-            return criteria
-        lower, upper = (None, math.inf) if self.adaptive else self.rs_bounds
-        criterion = Criterion(
+            criteria.append(self._divergence_criterion(self.divergence_mask))
+        return tuple(criteria)
+
+    def _level_criterion(self) -> Criterion:
+        """The criterion of `rs_level`, with its bounds unless they are adaptive."""
+        lower = None
+        upper = math.inf
+        if not self.adaptive:
+            lower, upper = self.rs_bounds
+        return Criterion(
             name=self.rs_level,
             aggregation=LEVELS[self.rs_level].aggregation,
             divergence="k1",
@@ -332,7 +338,20 @@ class RolloutCorrectionConfig:
             upper=upper,
             adaptive=self.adaptive,
         )
-        return (criterion, *criteria)
+
+    def _divergence_criterion(self, divergence: DivergenceName) -> Criterion:
+        """The criterion of the divergence mask."""
+        bound, bound_negative = self.divergence_bounds
+        is_away = self.divergence_mask_direction == "away"
+        is_token = self.divergence_mask_level == "token"
+        return Criterion(
+            name="divergence_mask",
+            aggregation="token" if is_token else "mean",
+            divergence=divergence,
+            upper=bound,
+            anchor=self.divergence_mask_anchor,
+            bound_negative=bound_negative if is_away else None,
+        )
 
     @property
     def adaptive(self) -> bool:
@@ -341,7 +360,7 @@ class RolloutCorrectionConfig:
 
     @property
     def batch_options(self) -> list[str]:
-        """The set options that need order statistics or means of the global batch's tokens or sequences."""
+        """The options in use that need order statistics or means of the global batch."""
         names = ("rs_z_score", "rs_target_fraction", "rs_second_moment_bound")
         return [name for name in names if getattr(self, name) is not None]
 
@@ -367,9 +386,12 @@ class RolloutCorrectionConfig:
         """Bounds of the divergence mask at positive and at negative advantages."""
         assert self.divergence_mask is not None
         bound = self.divergence_mask_bound
-        bound = DIVERGENCE_BOUNDS[self.divergence_mask] if bound is None else bound
-        negative = self.divergence_mask_bound_negative
-        return bound, bound if negative is None else negative
+        if bound is None:
+            bound = DIVERGENCE_BOUNDS[self.divergence_mask]
+        bound_negative = self.divergence_mask_bound_negative
+        if bound_negative is None:
+            bound_negative = bound
+        return bound, bound_negative
 
     @property
     def rejects(self) -> bool:
@@ -394,16 +416,13 @@ class RolloutCorrectionConfig:
     @property
     def needs_rollout_log_probs(self) -> bool:
         """Whether the rollout engine must return log-probs."""
-        interpolates = self.old_logprobs == "interpolate"
-        return (
-            self.corrects or self.use_rollout_logprobs or self.get_mismatch_metrics or interpolates
-        )
+        return self.touches_loss or self.get_mismatch_metrics or self.old_logprobs == "interpolate"
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "RolloutCorrectionConfig":
         """The preset `name` of `PRESETS`, with any field replaced by `overrides`.
 
-        Fixed bounds among the overrides replace a preset's adaptive ones, and the other way round.
+        Fixed bounds among the overrides replace the preset's adaptive ones, and vice versa.
 
         Raises:
             ValueError: if there is no such preset.
@@ -466,16 +485,18 @@ POLICY_PRESETS: dict[str, Preset] = {
         "tis_lower_bound_negative": 0.0,
     },
 }
-"""Presets that take the advantages or the current policy: the objective of DPPO with each
-divergence mask (prime-rl's default, DPPO's KL, prime-rl's IPO, and KPop), and TOPR as in
-verl#6986."""
+"""Presets that need the advantages or the current policy.
+
+They are the objective of DPPO with each divergence mask (prime-rl's default, DPPO's KL, prime-rl's
+IPO, and KPop), and TOPR as in verl#6986.
+"""
 
 PRESETS: dict[str, Preset] = {
     "decoupled_token_is": _TOKEN_IS,
     "decoupled_seq_is": _SEQUENCE_IS,
     "decoupled_seq_is_rs": {**_SEQUENCE_IS, **_SEQUENCE_RS},
     "decoupled_geo_rs": {**_GEOMETRIC_RS, **_VETO},
-    "ppo_is_bypass": {**_BYPASS, "tis_level": "token"},  # of the weights that are measured
+    "ppo_is_bypass": {**_BYPASS, "tis_level": "token"},  # the level of the measured weights
     "pg_is": {**_PURE_GRADIENT, **_SEQUENCE_IS},
     "pg_rs": {**_PURE_GRADIENT, **_GEOMETRIC_RS, **_VETO},
     "disabled": {"get_mismatch_metrics": True},
@@ -499,15 +520,21 @@ PRESETS: dict[str, Preset] = {
     **POLICY_PRESETS,
     "seq_mask_tis": {**_UNBOUNDED, **_FIXED, "rs_upper_bound": 1.002},
 }
-"""Named configurations as overrides of the defaults: verl's presets in its old and new spelling,
-with verl's numbers; three with adaptive bounds; `POLICY_PRESETS`; and NeMo-RL's seq-mask-tis, the
-setting of MLPerf's GRPO benchmark."""
+"""Named configurations as overrides of the defaults.
+
+They are verl's presets in its old and new spelling, with verl's numbers; three with adaptive
+bounds; `POLICY_PRESETS`; and NeMo-RL's seq-mask-tis, the setting of MLPerf's GRPO benchmark.
+"""
 
 
 def preset_values(name: str, overrides: Mapping[str, object]) -> Preset:
-    """The options of a preset, without the rejection bounds of one kind where `overrides` has the other kind."""
-    values = dict(PRESETS[name])
-    for theirs, replaced in ((FIXED_BOUNDS, ADAPTIVE_BOUNDS), (ADAPTIVE_BOUNDS, FIXED_BOUNDS)):
-        if any(overrides.get(field) is not None for field in theirs):
-            values = {field: value for field, value in values.items() if field not in replaced}
-    return values
+    """The options of a preset.
+
+    Fixed rejection bounds among the overrides remove the preset's adaptive ones, and vice versa.
+    """
+    removed: list[str] = []
+    if any(overrides.get(field) is not None for field in FIXED_BOUNDS):
+        removed += ADAPTIVE_BOUNDS
+    if any(overrides.get(field) is not None for field in ADAPTIVE_BOUNDS):
+        removed += FIXED_BOUNDS
+    return {field: value for field, value in PRESETS[name].items() if field not in removed}

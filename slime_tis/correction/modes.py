@@ -1,4 +1,6 @@
-"""The tables of the correction: modes of weights, levels of aggregation, rejection criteria. The options need no torch.
+"""The tables of the correction: modes of weights, levels of aggregation, rejection criteria.
+
+This module imports no torch, so that the command line starts quickly.
 
 Sources of the modes: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 (https://fengyao.notion.site/off-policy-rl) for truncation, "Every Step Evolves"
@@ -23,12 +25,12 @@ class Mode:
     """One mode of importance weights."""
 
     bound: "Callable[[Tensor, Any, Any], Tensor]"
-    """(w, lower, upper) to the bounded weight in new memory, for w of any shape; bounds are numbers
-    or tensors."""
+    """Function of (w, lower, upper) that returns the bounded weight in new memory. w has any shape,
+    bounds are numbers or tensors."""
     high_fraction: str
-    """Metric: share of the weights above the upper bound."""
+    """Metric for the share of weights above the upper bound."""
     low_fraction: str
-    """Metric: share of the weights below the lower bound."""
+    """Metric for the share of weights below the lower bound."""
     has_lower_bound: bool = True
     """Whether the lower bound changes weights."""
     rejects: bool = False
@@ -48,6 +50,7 @@ MODES: dict[ModeName, Mode] = {
         low_fraction="clip_fraction_low",
     ),
     "mask": Mode(
+        # comparisons in place give floats: they vectorise on a CPU, `where` does not
         bound=lambda raw, lower, upper: (
             raw.clone().le_(upper).mul_(raw.clone().ge_(lower)).mul_(raw)
         ),
@@ -64,13 +67,13 @@ class LevelRule:
     """How log-ratios become a log-weight."""
 
     aggregation: str
-    """token, prefix or segment: a value per token (`ratio.TOKEN_LEVELS`); sum or mean: one per
-    sequence."""
+    """token, prefix or segment for a value per token (`ratio.TOKEN_LEVELS`), sum or mean for a value
+    per sequence."""
     per_token: bool
     """Whether weights and verdicts differ from token to token."""
     needs_complete_sequences: bool = False
-    """Whether a token's value depends on tokens of other context-parallel slices in more than their
-    sum."""
+    """Whether a token's value depends on the order of tokens in other context-parallel slices.
+    Otherwise the ranks only need to add up sums."""
 
 
 LEVELS: dict[Level, LevelRule] = {
@@ -85,29 +88,33 @@ SEQUENCE_LEVELS = tuple(sorted(name for name, rule in LEVELS.items() if not rule
 TOKEN_AGGREGATIONS = tuple(rule.aggregation for rule in LEVELS.values() if rule.per_token)
 
 CRITERIA = {
-    **{f"token_{divergence}": ("token", divergence) for divergence in ("k1", "k2", "k3")},
-    **{
-        f"seq_{kind}_{divergence}": (kind, divergence)
-        for kind in ("sum", "mean")
-        for divergence in ("k1", "k2", "k3")
-    },
-    **{f"seq_max_{divergence}": ("max", divergence) for divergence in ("k2", "k3")},
+    "token_k1": ("token", "k1"),
+    "token_k2": ("token", "k2"),
+    "token_k3": ("token", "k3"),
+    "seq_sum_k1": ("sum", "k1"),
+    "seq_sum_k2": ("sum", "k2"),
+    "seq_sum_k3": ("sum", "k3"),
+    "seq_mean_k1": ("mean", "k1"),
+    "seq_mean_k2": ("mean", "k2"),
+    "seq_mean_k3": ("mean", "k3"),
+    "seq_max_k2": ("max", "k2"),
+    "seq_max_k3": ("max", "k3"),
     "seq_mean_error": ("mean", "error"),
 }
-"""verl's names of a criterion, and NeMo-RL's error: how the divergence is aggregated, and which
-divergence (`rules.DIVERGENCES`)."""
+"""Aggregation and divergence (`rejection.DIVERGENCES`) of verl's criteria and of NeMo-RL's error, by
+name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """One rejection criterion: accept where lower ≤ statistic ≤ upper."""
+    """One rejection criterion: accept if lower ≤ statistic ≤ upper."""
 
     name: str
     """Name in the metrics: verl's for `rollout_rs` criteria, the level's for `rs_level`."""
     aggregation: str
-    """token, prefix or segment (a verdict per token); sum, mean or max (a verdict per sequence)."""
+    """token, prefix or segment for a verdict per token; sum, mean or max for one per sequence."""
     divergence: str
-    """k1 = Δ, bounded on the ratio exp(Δ); others are bounded above."""
+    """k1 = Δ has bounds on the ratio exp(Δ); the others have only an upper bound."""
     lower: float | None = None
     """Lower bound on the ratio (k1), 0 for none; None for other divergences."""
     upper: float
@@ -115,15 +122,18 @@ class Criterion:
     adaptive: bool = False
     """Whether `AdaptiveBounds` provides the bounds, instead of `lower` and `upper`."""
     anchor: str | None = None
-    """rollout or old, with which the divergence mask compares the current policy; None of other
-    criteria."""
+    """The policy with which a divergence mask compares the current one, "rollout" or "old"; None for
+    other criteria."""
     bound_negative: float | None = None
-    """Bound at negative advantages, of a divergence mask with direction away."""
+    """Bound at negative advantages, for a divergence mask with direction away."""
 
     @property
     def log_bounds(self) -> tuple[float, float]:
-        """Bounds on the log-ratio, of a k1 criterion."""
-        return (math.log(self.lower) if self.lower else -math.inf), math.log(self.upper)
+        """Bounds on the log-ratio, for a k1 criterion."""
+        log_lower = -math.inf
+        if self.lower:
+            log_lower = math.log(self.lower)
+        return log_lower, math.log(self.upper)
 
     @property
     def per_token(self) -> bool:
@@ -131,79 +141,102 @@ class Criterion:
         return self.aggregation in TOKEN_AGGREGATIONS
 
     @property
+    def averages(self) -> bool:
+        """Whether the statistic is a sum or a mean over the sequence."""
+        return self.aggregation in ("sum", "mean")
+
+    @property
     def uses_log_ratio(self) -> bool:
-        """Whether the statistic follows from the Σ Δ of a sequence, which needs no sum of its own."""
-        return not (self.per_token or self.aggregation == "max") and self.divergence == "k1"
+        """Whether the statistic follows from Σ Δ, which every sequence has."""
+        return self.averages and self.divergence == "k1"
 
     @property
     def sums_divergence(self) -> bool:
-        """Whether the divergence is summed over a sequence; otherwise its tokens out of bounds are counted."""
-        return not (self.per_token or self.aggregation == "max") and self.divergence != "k1"
+        """Whether the divergence is summed over a sequence; otherwise tokens out of bounds are counted."""
+        return self.averages and self.divergence != "k1"
 
 
 def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[Criterion, ...]:
-    """verl's comma-separated criteria and thresholds, repeated names taken once.
+    """verl's comma-separated criteria and thresholds; a repeated name counts once.
 
     Args:
         names: `token_k1,seq_max_k3`, or None for no criterion.
-        thresholds: `0.5_2.0,0.01`: one for all or one each; `lower_upper` or `upper` for k1, else
-            `upper`. A lower bound of 0 is none.
+        thresholds: `0.5_2.0,0.01`: one for all criteria or one each. For k1 a threshold is
+            `lower_upper` or `upper`, for others `upper`. A lower bound of 0 is none.
 
     Raises:
-        ValueError: if a name is unknown, a threshold is missing or not a positive number, or counts
-            differ.
+        ValueError: if a name is unknown, a threshold is missing or not a positive number, or the
+            numbers of names and thresholds differ.
     """
     if not names:
         return ()
-    options = list(dict.fromkeys(_items(names))) or [","]
+    options = list(dict.fromkeys(_items(names)))
+    if not options:
+        options = [","]  # refused below as an unknown name
     for option in options:
         if option not in CRITERIA:
-            hint = f"write --use-rs --rs-level {option}; or " if option in LEVELS else ""
-            if option == "seq_max_k1":
-                hint = (
-                    "bound every ratio with --rs-veto-threshold and --rs-veto-upper-threshold; or "
-                )
             raise ValueError(
-                f"--rollout-rs names {option[:80]!r}; {hint}choose from {', '.join(CRITERIA)}."
+                f"--rollout-rs names {option[:80]!r}; {_hint(option)}choose from"
+                f" {', '.join(CRITERIA)}."
             )
-    specs = _items(thresholds)
+    specs = []
+    if thresholds is not None:
+        specs = _items(str(thresholds))
     if len(specs) not in (1, len(options)):
         raise ValueError(
             f"--rollout-rs-threshold gives {len(specs)} values for {len(options)} criteria of"
             " --rollout-rs; give one for all or one each."
         )
-    specs = specs * len(options) if len(specs) == 1 else specs
-    return tuple(_criterion(option, spec) for option, spec in zip(options, specs, strict=True))
+    if len(specs) == 1:
+        specs = specs * len(options)
+    criteria = [_criterion(option, spec) for option, spec in zip(options, specs, strict=True)]
+    return tuple(criteria)
 
 
-def _items(text: str | float | None) -> list[str]:
-    return [item.strip() for item in str("" if text is None else text).split(",") if item.strip()]
+def _hint(name: str) -> str:
+    """Advice for a name that is no criterion, for users who mean another option."""
+    if name == "seq_max_k1":
+        return "bound every ratio with --rs-veto-threshold and --rs-veto-upper-threshold; or "
+    if name in LEVELS:
+        return f"write --use-rs --rs-level {name}; or "
+    return ""
 
 
-@lru_cache
+def _items(text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    return [item for item in items if item]
+
+
+@lru_cache  # a config parses its criteria anew at each use
 def _criterion(name: str, spec: str) -> Criterion:
+    """The criterion from its name and threshold."""
     aggregation, divergence = CRITERIA[name]
-    is_ratio = divergence == "k1"
-    message = f"--rollout-rs-threshold {spec[:80]!r} for {name} is not "
-    message += (
-        "lower_upper or a single upper bound, such as 0.5_2.0"
-        if is_ratio
-        else "a single upper bound"
-    )
+    bounds_ratio = divergence == "k1"
+    form = "a single upper bound"
+    if bounds_ratio:
+        form = "lower_upper or a single upper bound, such as 0.5_2.0"
+    message = f"--rollout-rs-threshold {spec[:80]!r} for {name} is not {form}"
     try:
-        *lowers, upper = (float(part) for part in spec.split("_"))
+        bounds = [float(number) for number in spec.split("_")]
     except ValueError as error:
         raise ValueError(f"{message}: write numbers.") from error
-    if len(lowers) > is_ratio:
+    most = 2 if bounds_ratio else 1
+    if len(bounds) > most:
         raise ValueError(f"{message}.")
-    if not (0 < upper < math.inf and all(0 <= number < math.inf for number in lowers)):
+    lowest = bounds[0]
+    upper = bounds[-1]
+    if not (0 <= lowest < math.inf and 0 < upper < math.inf):
         raise ValueError(f"{message}; give finite numbers above 0, or 0 for no lower bound.")
     if divergence == "error" and upper < 1:
         raise ValueError(
             f"--rollout-rs-threshold {upper:g} of {name} rejects all: mean exp(|Δ|) is at least 1;"
             " use 2."
         )
-    lower = (lowers[0] if lowers else 1.0 / upper) if is_ratio else None
+    lower = None
+    if len(bounds) == 2:
+        lower = lowest
+    elif bounds_ratio:
+        lower = 1.0 / upper
     return Criterion(
         name=name, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper
     )

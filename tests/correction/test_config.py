@@ -146,7 +146,7 @@ REFUSED = {
     "target fraction above 1": ({**GEOMETRIC, "rs_target_fraction": 2.0}, "0.02 is customary"),
     "two targets": (
         {**GEOMETRIC, "rs_z_score": 3.0, "rs_target_fraction": 0.1},
-        "both say what is rejected",
+        "both set the rejection bounds",
     ),
     "divergence accepts all": (
         {"divergence_mask": "binary_tv", "divergence_mask_bound": 1.5},
