@@ -1,4 +1,4 @@
-"""The correction as one pure function: tensors in, tensors out, no look at their values.
+"""The correction as one pure function of tensors, whose control flow does not depend on values.
 
 `correct` here gives the weights and the mask of `slime_tis.correct` for padded tensors [..., T],
 without statistics. torch.fx, `torch.compile(fullgraph=True)` and torch.func trace it, because only
@@ -16,10 +16,12 @@ from slime_tis.correction.reference import correction_steps
 
 
 class WeightsAndMask(NamedTuple):
-    """float32 weights, 0 at invalid tokens; bool mask of the accepted tokens. Both [..., T], without gradient."""
+    """Weights and mask, [..., T], without gradient."""
 
     weights: Tensor
+    """float32, 0 at invalid tokens."""
     mask: Tensor
+    """bool, True at accepted tokens."""
 
 
 def correct(
@@ -33,8 +35,8 @@ def correct(
 ) -> WeightsAndMask:
     """Importance weights and mask; see `slime_tis.correct` for the arguments, here tensors [..., T].
 
-    Computes in float32, or in float64 where log-probs are. `tis_batch_normalize` divides by the
-    mean weight of this call. Meta tensors give meta tensors.
+    Computes in float32, or in float64 if log-probs are float64. `tis_batch_normalize` divides by
+    the mean weight of this call. Meta tensors give meta tensors.
 
     Raises:
         ValueError: if an option needs the values of the batch, advantages are missing, or a tensor
@@ -53,11 +55,11 @@ def correct(
         )
     train = _working("train_log_probs", train_log_probs)
     rollout = _working("rollout_log_probs", rollout_log_probs)
-    current = (
-        None if current_log_probs is None else _working("current_log_probs", current_log_probs)
-    )
-    advantages = None if advantages is None else _working("advantages", advantages)
-    steps = correction_steps(config, (train, rollout), loss_mask, current, advantages)
+    if current_log_probs is not None:
+        current_log_probs = _working("current_log_probs", current_log_probs)
+    if advantages is not None:
+        advantages = _working("advantages", advantages)
+    steps = correction_steps(config, (train, rollout), loss_mask, current_log_probs, advantages)
     return WeightsAndMask(steps.weights.float(), steps.mask)
 
 
@@ -65,6 +67,6 @@ def _working(name: str, values: Tensor) -> Tensor:
     """Detached values in float32 or float64."""
     if isinstance(values, Tensor):  # a tracer's proxy has no dtype yet
         check_precision(name, values)
-    # The product has the wider dtype of both, also for the tensors that a traced program is run
-    # with later.
+    # A product has the wider dtype of its factors. Unlike `to`, it also has this dtype if a traced
+    # program later runs with tensors of another dtype.
     return values.detach() * torch.ones(1, dtype=torch.float32, device=values.device)

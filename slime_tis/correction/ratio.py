@@ -39,7 +39,7 @@ class Tokens:
     masked_in_RK: Tensor
     """1.0 at the tokens of the loss mask."""
     valid_RK: Tensor
-    """1.0 at usable tokens of the loss mask; under the neutral policy all of them are usable."""
+    """1.0 at usable tokens of the loss mask, which are all its tokens under the neutral policy."""
     nonfinite_RK: Tensor | None
     """1.0 at tokens of the loss mask with a non-finite log-ratio; None if that is simply masked_in −
     valid."""
@@ -120,7 +120,9 @@ def safe_exp(log_weight: Tensor) -> Tensor:
     overflows float32, and an infinite ratio makes the gradient NaN even if a clip or a mask
     multiplies it with 0.
     """
-    bound = FLOAT16_LOG_RATIO_BOUND if log_weight.dtype == torch.float16 else LOG_RATIO_BOUND
+    bound = LOG_RATIO_BOUND
+    if log_weight.dtype == torch.float16:
+        bound = FLOAT16_LOG_RATIO_BOUND
     return log_weight.clamp(-bound, bound).exp_()
 
 

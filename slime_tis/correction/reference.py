@@ -1,16 +1,14 @@
-"""The whole mathematics of docs/math.md on one page: padded [B, T], out of place, in the dtype of the input.
+"""All mathematics of docs/math.md on one page: padded [B, T], out of place, in the dtype of the input.
 
-`reference_correct` computes what `slime_tis.correct` computes, written to be read; tests hold the
-one to the other over every combination of options. They share the configuration and nothing else.
-Train with `correct`: it is faster, takes lists and packed tokens, and is exact over micro-batches
-and ranks.
+`reference_correct` computes the same as `slime_tis.correct`, but is written to be read. They share
+only the configuration, and tests compare them over every combination of options. Train with
+`correct`: it is faster, takes lists and packed tokens, and is exact over micro-batches and ranks.
 
 Shapes: suffix _BT is [sequences, tokens], _B per sequence, _N per counted token or sequence.
 """
 
 import math
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -20,8 +18,9 @@ from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.modes import LEVELS, Criterion
 
 Bounds = tuple[Tensor, Tensor]
-"""Lower and upper bound of each weight."""
+"""Lower and upper bounds of the weights, in their shape."""
 LARGEST = torch.finfo(torch.float32).max
+"""Bounds are at most this: torch refuses larger numbers for float32 tensors."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def reference_correct(
     """Importance weights, rejection mask and metrics of a padded batch, which is the global batch.
 
     Args:
-        config: What to correct and how.
+        config: The options.
         train_log_probs: log π_train, [B, T].
         rollout_log_probs: log π_rollout, [B, T].
         loss_mask: Nonzero at valid tokens, [B, T].
@@ -61,22 +60,26 @@ def reference_correct(
         return ReferenceCorrection(x.weights, x.mask, metrics)
     if config.use_tis:
         metrics |= weight_metrics(config, x)
-    for name, rejected_BT in ({"": x.rejected, **x.criteria} if x.criteria else {}).items():
-        metrics |= _shares(f"mis_rs_{name}{{}}masked_fraction", rejected_BT, x.valid)
-    metrics |= bound_metrics(config, x.delta, x.valid) if config.adaptive else {}
+    rejected = {}
+    if x.criteria:
+        rejected = {"mis_rs_": x.rejected}
+    for name, rejected_BT in x.criteria.items():
+        rejected[f"mis_rs_{name}_"] = rejected_BT
+    for prefix, rejected_BT in rejected.items():
+        metrics[f"{prefix}masked_fraction"] = token_share(rejected_BT, x.valid)
+        metrics[f"{prefix}seq_masked_fraction"] = sequence_share(rejected_BT, x.valid)
+    if config.adaptive:
+        metrics |= bound_metrics(config, x.delta, x.valid)
     if config.vetoes:
-        token, sequence = _shares("{}", x.catastrophic, x.valid).values()
-        metrics |= {
-            "mis_catastrophic_token_fraction": token,
-            "mis_catastrophic_seq_fraction": sequence,
-        }
+        metrics["mis_catastrophic_token_fraction"] = token_share(x.catastrophic, x.valid)
+        metrics["mis_catastrophic_seq_fraction"] = sequence_share(x.catastrophic, x.valid)
     if config.rs_second_moment_bound is not None:
-        metrics["mis_second_moment_masked_fraction"] = (x.trimmed.sum() / x.valid.sum()).item()
+        metrics["mis_second_moment_masked_fraction"] = token_share(x.trimmed, x.valid)
     return ReferenceCorrection(x.weights, x.mask, metrics)
 
 
 class Steps(NamedTuple):
-    """The steps from log-probs to weights and mask, [..., T] each."""
+    """The steps from log-probs to weights and mask, all [..., T]."""
 
     train: Tensor
     masked_in: Tensor
@@ -89,7 +92,7 @@ class Steps(NamedTuple):
     factor: Tensor | float
     """The mean weight, or 1 without normalisation."""
     criteria: dict[str, Tensor]
-    """The tokens that each criterion rejects, by its name and an underscore."""
+    """The rejected tokens by the name of the criterion."""
     rejected: Tensor
     trimmed: Tensor
     catastrophic: Tensor
@@ -107,16 +110,17 @@ def correction_steps(
     """The correction step by step, in the order of docs/math.md; `functional.correct` traces it.
 
     Args:
-        config: What to correct and how.
+        config: The options.
         log_probs: log π_train and log π_rollout.
         loss_mask: Nonzero at valid tokens.
-        current_log_probs: log π_θ, for the divergence mask. Default: train_log_probs.
+        current_log_probs: log π_θ, for the divergence mask. If None, it is log π_train.
         advantages: For a divergence mask with direction away and for bounds by the sign of the
-            advantage.
+            advantage. If None, they are 0.
     """
     # 1. Δ at valid tokens. A log-prob of −9984 or less is an engine's code for minus infinity; a
     # NaN compares as false.
-    (train_log_probs, rollout_log_probs), masked_in = log_probs, loss_mask != 0
+    train_log_probs, rollout_log_probs = log_probs
+    masked_in = loss_mask != 0
     difference = train_log_probs - rollout_log_probs
     finite = masked_in & (train_log_probs.abs() < 9984) & (rollout_log_probs.abs() < 9984)
     if config.nonfinite_policy == "raise" and (masked_in & ~finite).any():
@@ -124,103 +128,118 @@ def correction_steps(
             "a log-prob is not finite; fix the sample or choose --nonfinite-policy reject or"
             " neutral."
         )
-    valid = masked_in if config.nonfinite_policy == "neutral" else finite
+    valid = finite
+    if config.nonfinite_policy == "neutral":
+        valid = masked_in
     delta = torch.where(finite, difference, 0.0)
     # 2. Δ → L at the level of the weights. 3. w = exp(clamp(L, ±20)). 4. The mode bounds w.
     level = aggregate(LEVELS[config.tis_level].aggregation, delta, valid, masked_in)
     raw = level.clamp(-20, 20).exp()
-    advantages = torch.zeros_like(delta) if advantages is None else advantages
-    bounds = bounds_by_sign(
-        config, raw, advantages if config.has_token_weights else sequence_sum(advantages, valid)
-    )
+    if advantages is None:
+        advantages = torch.zeros_like(delta)
+    bounds = bounds_of_weights(config, raw, advantages, valid)
     weights = bounded(config, raw, *bounds)
-    # 5. 0 at invalid tokens. 6. Normalisation by the mean of the global batch.
+    # 5. Normalisation by the mean of the global batch. 6. 0 at invalid tokens.
     outside = (weights == 0) & config.rejects_weights
     factor: Tensor | float = 1.0
     if config.tis_batch_normalize:
-        counted = weighed(config, valid)
-        mean = torch.where(counted, weights, 0.0).sum() / counted.sum().clamp_min(1)
-        factor = torch.where(mean > 1e-8, mean, 1.0)
-    weights = torch.where(valid, weights / factor if config.use_tis else torch.ones_like(raw), 0.0)
+        factor = mean_weight(config, weights, valid)
+    weights = weights / factor
+    if not config.use_tis:
+        weights = torch.ones_like(raw)
+    weights = torch.where(valid, weights, 0.0)
     # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the
     # trimming reject as well.
-    current = train_log_probs if current_log_probs is None else current_log_probs
-    anchor = rollout_log_probs if config.divergence_mask_anchor == "rollout" else train_log_probs
-    criteria = {
-        f"{c.name}_": (
-            rejected_by(config, c, delta, valid, masked_in)
-            if c.anchor is None
-            else rejected_by_divergence(config, current, anchor, advantages, valid)
+    criteria = {}
+    for criterion in config.rejections:
+        if criterion.anchor is None:
+            criteria[criterion.name] = rejected_by(config, criterion, delta, valid, masked_in)
+    if config.divergence_mask is not None:
+        criteria["divergence_mask"] = rejected_by_divergence(
+            config, log_probs, current_log_probs, advantages, valid
         )
-        for c in config.rejections
-    }
-    rejected = reduce(torch.logical_or, criteria.values(), torch.zeros_like(valid))
-    trimmed = torch.zeros_like(valid)
-    if config.rs_second_moment_bound is not None:
-        trimmed = valid & (
-            delta.square() >= second_moment_limit(delta[valid], config.rs_second_moment_bound)
-        )
+    rejected = any_of(criteria, valid)
+    trimmed = trimmed_tokens(config, delta, valid)
     # 8. Veto: one token beyond a threshold, by its unclamped ratio, rejects its sequence.
-    low, high = config.rs_veto_threshold or 0.0, config.rs_veto_upper_threshold or math.inf
-    catastrophic = valid & ((delta < _log(low)) | (delta > _log(high)))
+    log_low = _log(config.rs_veto_threshold or 0.0)
+    log_high = _log(config.rs_veto_upper_threshold or math.inf)
+    catastrophic = valid & ((delta < log_low) | (delta > log_high))
     mask = valid & ~(rejected | outside | trimmed | catastrophic.any(-1, keepdim=True))
     if not config.touches_loss:
-        weights, mask = masked_in.to(weights.dtype), masked_in
+        weights = masked_in.to(weights.dtype)
+        mask = masked_in
     return Steps(
-        *(train_log_probs, masked_in, finite, valid, advantages, delta, level, bounds, factor),
-        *(criteria, rejected, trimmed, catastrophic, weights, mask),
+        train=train_log_probs,
+        masked_in=masked_in,
+        finite=finite,
+        valid=valid,
+        advantages=advantages,
+        delta=delta,
+        level=level,
+        bounds=bounds,
+        factor=factor,
+        criteria=criteria,
+        rejected=rejected,
+        trimmed=trimmed,
+        catastrophic=catastrophic,
+        weights=weights,
+        mask=mask,
     )
 
 
 def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Tensor) -> Tensor:
-    """The statistic at every token: of itself, of the tokens up to it, of its turn, or of its sequence."""
+    """Aggregates over the token, the tokens up to it, the turn, or the sequence; the result per token."""
     x_BT = torch.where(valid_BT, x_BT, 0.0)
     if aggregation == "token":
         return x_BT
     if aggregation == "prefix":
         return x_BT.cumsum(-1)
-    if (
-        aggregation == "segment"
-    ):  # turns are the runs of the loss mask, numbered by where they start
+    if aggregation == "segment":
+        # A turn is a run of the loss mask. Turns are numbered from 1; 0 is before the first one.
         before_BT = torch.nn.functional.pad(masked_in_BT, (1, 0))[..., :-1]
         turn_BT = (masked_in_BT & ~before_BT).cumsum(-1)
-        sums_BT = torch.zeros_like(torch.nn.functional.pad(x_BT, (1, 0))).scatter_add(
-            -1, turn_BT, x_BT
-        )
+        zeros_BT = torch.zeros_like(torch.nn.functional.pad(x_BT, (1, 0)))
+        sums_BT = zeros_BT.scatter_add(-1, turn_BT, x_BT)
         return sums_BT.gather(-1, turn_BT)
     if aggregation == "max":
         x_BT = torch.where(valid_BT, x_BT, -math.inf)
+        # one more column, because amax refuses T = 0
         return torch.nn.functional.pad(x_BT, (0, 1), value=-math.inf).amax(-1, keepdim=True)
-    total_B1 = x_BT.sum(-1, keepdim=True)
-    total_B1 = (
-        total_B1 / valid_BT.sum(-1, keepdim=True).clamp_min(1)
-        if aggregation == "mean"
-        else total_B1
-    )
-    return total_B1.expand_as(x_BT)
+    result_B1 = x_BT.sum(-1, keepdim=True)
+    if aggregation == "mean":
+        result_B1 = result_B1 / valid_BT.sum(-1, keepdim=True).clamp_min(1)
+    return result_B1.expand_as(x_BT)
 
 
 def sequence_sum(x_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """Σ over the valid tokens of each sequence, [..., 1]."""
+    """Σ over the valid tokens of a sequence, [..., 1]."""
     return torch.where(valid_BT, x_BT, 0.0).sum(-1, keepdim=True)
 
 
 def bounds_by_sign(config: RolloutCorrectionConfig, weights: Tensor, advantages: Tensor) -> Bounds:
-    """The bounds of weights, others where A < 0; of the sum of A where a sequence has one weight."""
-    pairs = zip(config.is_bounds, config.is_bounds_negative, strict=True)
-    lower, upper = (
-        torch.where(
-            advantages < 0, min(negative, LARGEST), torch.full_like(weights, min(bound, LARGEST))
-        )
-        for bound, negative in pairs
-    )
+    """The bounds of the weights by the sign of the advantages, which broadcast against the weights."""
+    is_negative = advantages < 0
+    bounds = []
+    for bound, negative in zip(config.is_bounds, config.is_bounds_negative, strict=True):
+        positive_bounds = torch.full_like(weights, min(bound, LARGEST))
+        bounds.append(torch.where(is_negative, min(negative, LARGEST), positive_bounds))
+    lower, upper = bounds
     return lower, upper
+
+
+def bounds_of_weights(
+    config: RolloutCorrectionConfig, weights: Tensor, advantages: Tensor, valid: Tensor
+) -> Bounds:
+    """Bounds by the token's advantage, or by the sum over the sequence for sequence-wide weights."""
+    if not config.has_token_weights:
+        advantages = sequence_sum(advantages, valid)
+    return bounds_by_sign(config, weights, advantages)
 
 
 def bounded(
     config: RolloutCorrectionConfig, raw_BT: Tensor, lower_BT: Tensor, upper_BT: Tensor
 ) -> Tensor:
-    """truncate: min(w, hi); clip: clamp(w, lo, hi); mask: w where lo ≤ w ≤ hi, else 0."""
+    """truncate: min(w, hi); clip: clamp(w, lo, hi); mask: w if lo ≤ w ≤ hi, else 0."""
     if config.tis_mode == "truncate":
         return raw_BT.minimum(upper_BT)
     if config.tis_mode == "clip":
@@ -228,9 +247,26 @@ def bounded(
     return torch.where((raw_BT >= lower_BT) & (raw_BT <= upper_BT), raw_BT, 0.0)
 
 
-def weighed(config: RolloutCorrectionConfig, valid_BT: Tensor) -> Tensor:
-    """Where a weight is counted: at every valid token, or at one of each sequence that has one weight."""
-    return valid_BT if config.has_token_weights else valid_BT & (valid_BT.cumsum(-1) == 1)
+def counted_weights(config: RolloutCorrectionConfig, valid_BT: Tensor) -> Tensor:
+    """The tokens whose weights count: all valid ones, or one per sequence for sequence-wide weights."""
+    if config.has_token_weights:
+        return valid_BT
+    return valid_BT & (valid_BT.cumsum(-1) == 1)
+
+
+def mean_weight(config: RolloutCorrectionConfig, weights_BT: Tensor, valid_BT: Tensor) -> Tensor:
+    """Mean weight over the batch, 1 if it is too small to divide by."""
+    counted_BT = counted_weights(config, valid_BT)
+    mean = torch.where(counted_BT, weights_BT, 0.0).sum() / counted_BT.sum().clamp_min(1)
+    return torch.where(mean > 1e-8, mean, 1.0)
+
+
+def any_of(criteria: dict[str, Tensor], valid_BT: Tensor) -> Tensor:
+    """Tokens that at least one criterion rejects."""
+    rejected_BT = torch.zeros_like(valid_BT)
+    for tokens_BT in criteria.values():
+        rejected_BT = rejected_BT | tokens_BT
+    return rejected_BT
 
 
 def rejected_by(
@@ -240,56 +276,65 @@ def rejected_by(
     valid_BT: Tensor,
     masked_in_BT: Tensor,
 ) -> Tensor:
-    """Valid tokens whose statistic is out of bounds: k1 = Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1, at the criterion's level."""
+    """Valid tokens whose statistic, aggregated as the criterion says, is out of bounds.
+
+    k1 = Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1, error = e^|Δ|.
+    """
     if criterion.adaptive:
         k3, limit, _ = adaptive_bounds(config, delta_BT, valid_BT)
-        return valid_BT & (z_scores(delta_BT, valid_BT, k3) > limit)[:, None]
+        is_beyond_B = z_scores(delta_BT, valid_BT, k3) > limit
+        return valid_BT & is_beyond_B[:, None]
     capped_BT = delta_BT.clamp(max=20)
-    divergence_BT = {
+    divergences = {
         "k1": delta_BT,
         "k2": delta_BT.square() / 2,
         "k3": capped_BT.expm1() - capped_BT,
         "error": delta_BT.abs().clamp(max=20).exp(),
     }
-    statistic_BT = aggregate(
-        criterion.aggregation, divergence_BT[criterion.divergence], valid_BT, masked_in_BT
-    )
+    divergence_BT = divergences[criterion.divergence]
+    statistic_BT = aggregate(criterion.aggregation, divergence_BT, valid_BT, masked_in_BT)
     if criterion.lower is None:
         return valid_BT & (statistic_BT > criterion.upper)
-    return valid_BT & (
-        (statistic_BT < _log(criterion.lower)) | (statistic_BT > _log(criterion.upper))
-    )
+    is_below_BT = statistic_BT < _log(criterion.lower)
+    is_above_BT = statistic_BT > _log(criterion.upper)
+    return valid_BT & (is_below_BT | is_above_BT)
 
 
 def rejected_by_divergence(
     config: RolloutCorrectionConfig,
-    current_BT: Tensor,
-    anchor_BT: Tensor,
+    log_probs: tuple[Tensor, Tensor],
+    current_BT: Tensor | None,
     advantages_BT: Tensor,
     valid_BT: Tensor,
 ) -> Tensor:
-    """Valid tokens that the divergence mask rejects: |π − μ|, KL(μ ‖ π), or the larger KL of both directions.
+    """Valid tokens that the divergence mask rejects: by |π − μ|, KL(μ ‖ π), or the larger of both KLs.
 
     The token is a coin with probabilities π = exp(current) and μ = exp(anchor); 1 − π and 1 − μ are
     at least 2⁻²⁵.
     """
+    train_BT, rollout_BT = log_probs
+    if current_BT is None:
+        current_BT = train_BT
+    anchor_BT = train_BT
+    if config.divergence_mask_anchor == "rollout":
+        anchor_BT = rollout_BT
     counts_BT = valid_BT & (current_BT.abs() < 9984) & (anchor_BT.abs() < 9984)
-    log_pi_BT, log_mu_BT = (
-        torch.where(counts_BT, x_BT, -1.0).double() for x_BT in (current_BT, anchor_BT)
-    )
-    pi_BT, mu_BT = log_pi_BT.exp(), log_mu_BT.exp()
-    rest_pi_BT, rest_mu_BT = (
-        -x_BT.expm1().clamp(max=-(2.0**-25)) for x_BT in (log_pi_BT, log_mu_BT)
-    )
-    log_odds_BT, log_rest_BT = log_mu_BT - log_pi_BT, (rest_mu_BT / rest_pi_BT).log()
-    kl_BT = mu_BT * log_odds_BT + rest_mu_BT * log_rest_BT
-    reverse_BT = -pi_BT * log_odds_BT - rest_pi_BT * log_rest_BT
-    kinds = {
+    log_pi_BT = torch.where(counts_BT, current_BT, -1.0).double()
+    log_mu_BT = torch.where(counts_BT, anchor_BT, -1.0).double()
+    pi_BT = log_pi_BT.exp()
+    mu_BT = log_mu_BT.exp()
+    rest_pi_BT = -log_pi_BT.expm1().clamp(max=-(2.0**-25))
+    rest_mu_BT = -log_mu_BT.expm1().clamp(max=-(2.0**-25))
+    log_ratio_BT = log_mu_BT - log_pi_BT
+    log_rest_BT = (rest_mu_BT / rest_pi_BT).log()
+    kl_BT = mu_BT * log_ratio_BT + rest_mu_BT * log_rest_BT
+    reverse_BT = -pi_BT * log_ratio_BT - rest_pi_BT * log_rest_BT
+    divergences = {
         "binary_tv": (pi_BT - mu_BT).abs(),
         "binary_kl": kl_BT,
         "binary_kl_max": torch.maximum(kl_BT, reverse_BT),
     }
-    divergence_BT = kinds[config.divergence_mask or ""]
+    divergence_BT = divergences[config.divergence_mask or ""]
     bound, bound_negative = config.divergence_bounds
     if config.divergence_mask_direction == "away":
         bound_BT = torch.where(advantages_BT < 0, bound_negative, bound)
@@ -301,25 +346,38 @@ def rejected_by_divergence(
 
 
 def z_scores(delta_BT: Tensor, valid_BT: Tensor, k3: Tensor) -> Tensor:
-    """z = max(|Σ_t Δ_t + k3·n| − 5e-5·n, 0) / √(2·k3·n) of each sequence."""
+    """z = max(|Σ_t Δ_t + k3·n| − 5e-5·n, 0) / √(2·k3·n) per sequence, [B]."""
     n_B = valid_BT.sum(1)
-    beyond_B = (torch.where(valid_BT, delta_BT, 0.0).sum(1) + k3 * n_B).abs() - 5e-5 * n_B
+    sum_B = torch.where(valid_BT, delta_BT, 0.0).sum(1)
+    beyond_B = (sum_B + k3 * n_B).abs() - 5e-5 * n_B
     return beyond_B.clamp_min(0) / (2 * k3.clamp_min(1e-12) * n_B.clamp_min(1)).sqrt()
 
 
 def adaptive_bounds(
     config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor
 ) -> tuple[Tensor, float, int]:
-    """k3 of the batch with Δ clamped to ±1, the largest z-score that is accepted, and the median length."""
+    """k3 of the batch with Δ clamped to ±1, the largest accepted z-score, and the median length."""
     clamped_N = delta_BT[valid_BT].clamp(-1, 1)
     k3 = (clamped_N.expm1() - clamped_N).sum() / max(len(clamped_N), 1)
     lengths = sorted(n for n in valid_BT.sum(1).tolist() if n)
-    median = lengths[(len(lengths) - 1) // 2] if lengths else 0
-    if config.rs_target_fraction is None:
-        return k3, config.rs_z_score or 0.0, median
+    if not lengths:
+        return k3, math.inf, 0
+    median = lengths[(len(lengths) - 1) // 2]
+    if config.rs_z_score is not None:
+        return k3, config.rs_z_score, median
+    assert config.rs_target_fraction is not None
     scores = sorted(z_scores(delta_BT, valid_BT, k3)[valid_BT.any(1)].tolist())
     rejected = math.floor(config.rs_target_fraction * len(scores) + 1e-9)
-    return k3, scores[len(scores) - 1 - rejected] * (1 + 1e-5) if scores else math.inf, median
+    limit = scores[len(scores) - 1 - rejected] * (1 + 1e-5)
+    return k3, limit, median
+
+
+def trimmed_tokens(config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor) -> Tensor:
+    """Valid tokens whose Δ² is at or above the limit of second-moment trimming."""
+    if config.rs_second_moment_bound is None:
+        return torch.zeros_like(valid_BT)
+    limit = second_moment_limit(delta_BT[valid_BT], config.rs_second_moment_bound)
+    return valid_BT & (delta_BT.square() >= limit)
 
 
 def second_moment_limit(delta_N: Tensor, bound: float) -> float:
@@ -327,40 +385,41 @@ def second_moment_limit(delta_N: Tensor, bound: float) -> float:
     squares_N = delta_N.double().square().sort().values
     counts_N = torch.arange(1, len(squares_N) + 1, device=squares_N.device)
     beyond_N = squares_N[squares_N.cumsum(0) / counts_N > bound]
-    return beyond_N[0].item() if len(beyond_N) else math.inf
+    if len(beyond_N) == 0:
+        return math.inf
+    return beyond_N[0].item()
 
 
 def mismatch_metrics(x: Steps) -> dict[str, float]:
-    """Divergences over valid tokens and sequences; perplexities over the finite tokens of the sequences with one."""
-    delta_BT, valid_BT, finite_BT, masked_in_BT = x.delta, x.valid, x.finite, x.masked_in
-    if not masked_in_BT.any():
+    """Divergences over valid tokens and sequences; perplexities over finite tokens."""
+    if not x.masked_in.any():
         return {}
-    metrics = {
-        "nonfinite_token_fraction": ((masked_in_BT & ~finite_BT).sum() / masked_in_BT.sum()).item()
-    }
-    if not valid_BT.any():
+    nonfinite_BT = x.masked_in & ~x.finite
+    metrics = {"nonfinite_token_fraction": (nonfinite_BT.sum() / x.masked_in.sum()).item()}
+    if not x.valid.any():
         return metrics
-    delta_N, sum_N = delta_BT[valid_BT], delta_BT.sum(1)[valid_BT.any(1)]
+    delta_N = x.delta[x.valid]
+    sum_N = x.delta.sum(1)[x.valid.any(1)]
     capped_N = delta_N.clamp(max=20)
-    ratio_N = (
-        sum_N.double() - sum_N.double().max()
-    ).exp()  # of whole sequences, relative to the largest
+    # ratios of sequences relative to the largest, so that exp does not overflow
+    ratio_N = (sum_N.double() - sum_N.double().max()).exp()
+    square_of_sum = ratio_N.sum().square().item()
+    sum_of_squares = ratio_N.square().sum().item()
     metrics |= {
         "mismatch_kl": -delta_N.mean().item(),
         "mismatch_k3_kl": (capped_N.expm1() - delta_N).mean().item(),
         "mismatch_chi2_token": (2 * capped_N).expm1().mean().item(),
         "mismatch_chi2_seq": (2 * sum_N.clamp(-20, 20)).expm1().mean().item(),
-        "effective_sequence_share": (
-            ratio_N.sum().square().item() / (len(ratio_N) * ratio_N.square().sum().item())
-        ),
+        "effective_sequence_share": square_of_sum / (len(ratio_N) * sum_of_squares),
         "train_rollout_logprob_abs_diff": delta_N.abs().mean().item(),
     }
-    measured_B = finite_BT.any(1)
+    measured_B = x.finite.any(1)
     if not measured_B.any():
         return metrics
-    n_N = finite_BT.sum(1)[measured_B]
-    training_N = -torch.where(finite_BT, x.train, 0.0).sum(1)[measured_B] / n_N
-    difference_N = -delta_BT.sum(1)[measured_B] / n_N
+    n_N = x.finite.sum(1)[measured_B]
+    train_sum_B = torch.where(x.finite, x.train, 0.0).sum(1)
+    training_N = -train_sum_B[measured_B] / n_N
+    difference_N = -x.delta.sum(1)[measured_B] / n_N
     rollout_N = training_N - difference_N
     return metrics | {
         "mismatch_training_log_ppl": training_N.mean().item(),
@@ -376,41 +435,46 @@ def mismatch_metrics(x: Steps) -> dict[str, float]:
 
 
 def weight_metrics(config: RolloutCorrectionConfig, x: Steps) -> dict[str, float]:
-    """The weights before and after the mode, and the mean weights of sequences before batch normalisation."""
-    level_BT, valid_BT, factor = x.level, x.valid, float(x.factor)
-    raw_BT = level_BT.clamp(-20, 20).exp()
-    bounded_BT = bounded(config, raw_BT, *x.bounds)
-    counted_BT = weighed(config, valid_BT)
-    raw_N, weight_N = raw_BT[counted_BT], bounded_BT[counted_BT]
-    before_N = (
-        raw_N if config.has_token_weights else level_BT[counted_BT].double().clamp(-700, 700).exp()
-    )
-    lower_N, upper_N = (bound_BT[counted_BT] for bound_BT in x.bounds)
-    high, low = (raw_N > upper_N).double().mean().item(), (raw_N < lower_N).double().mean().item()
-    square = weight_N.square().mean().item()
+    """Weights before and after the mode; per-sequence mean weights before batch normalisation."""
+    factor = float(x.factor)
+    lower_BT, upper_BT = x.bounds
+    raw_BT = x.level.clamp(-20, 20).exp()
+    bounded_BT = bounded(config, raw_BT, lower_BT, upper_BT)
+    counted_BT = counted_weights(config, x.valid)
+    raw_N = raw_BT[counted_BT]
+    weight_N = bounded_BT[counted_BT]
+    before_N = raw_N
+    if not config.has_token_weights:
+        # a sequence's ratio is reported without the clamp at ±20
+        before_N = x.level[counted_BT].double().clamp(-700, 700).exp()
+    is_high_N = raw_N > upper_BT[counted_BT]
+    is_low_N = raw_N < lower_BT[counted_BT]
+    mean = weight_N.mean().item()
+    mean_square = weight_N.square().mean().item()
     metrics = {
         "mis_mean_is_weight_before_clip": raw_N.mean().item(),
         "mis_weight_min_before_clip": before_N.min().item(),
         "mis_weight_max_before_clip": before_N.max().item(),
-        "mis_ratio_mean_after_mis": weight_N.mean().item(),
+        "mis_ratio_mean_after_mis": mean,
         "mis_weight_min": weight_N.min().item() / factor,
         "mis_weight_max": weight_N.max().item() / factor,
         "mis_weight_std": weight_N.std(correction=0).item() / factor,
-        "mis_eff_sample_size": weight_N.mean().item() ** 2 / square if square else 0.0,
+        "mis_eff_sample_size": 0.0,
+        f"mis_{config.mode.low_fraction}": is_low_N.double().mean().item(),
+        f"mis_{config.mode.high_fraction}": is_high_N.double().mean().item(),
     }
-    metrics |= {f"mis_{config.mode.low_fraction}": low, f"mis_{config.mode.high_fraction}": high}
+    if mean_square:
+        metrics["mis_eff_sample_size"] = mean**2 / mean_square
     if config.tis_batch_normalize:
         metrics["mis_batch_norm_factor"] = factor
     if not config.has_token_weights:
         return metrics
-    nonempty_B = valid_BT.any(1)
-    n_N = valid_BT.sum(1)[nonempty_B]
-    raw_mean_N, mean_N = (
-        sequence_sum(w_BT, valid_BT).squeeze(1)[nonempty_B] / n_N for w_BT in (raw_BT, bounded_BT)
-    )
-    lower_N, upper_N = bounds_by_sign(
-        config, raw_mean_N, sequence_sum(x.advantages, valid_BT).squeeze(1)[nonempty_B]
-    )
+    nonempty_B = x.valid.any(1)
+    n_N = x.valid.sum(1)[nonempty_B]
+    raw_mean_N = sequence_sum(raw_BT, x.valid).squeeze(1)[nonempty_B] / n_N
+    mean_N = sequence_sum(bounded_BT, x.valid).squeeze(1)[nonempty_B] / n_N
+    advantage_N = sequence_sum(x.advantages, x.valid).squeeze(1)[nonempty_B]
+    lower_N, upper_N = bounds_by_sign(config, raw_mean_N, advantage_N)
     return metrics | {
         "mis_seq_weight_mean": mean_N.mean().item(),
         "mis_seq_weight_std": mean_N.std(correction=0).item(),
@@ -428,7 +492,9 @@ def bound_metrics(
     """k3, the largest accepted z-score, and the bounds on the ratio of a sequence of median length."""
     k3, z_score, n = adaptive_bounds(config, delta_BT, valid_BT)
     half = z_score * math.sqrt(2 * k3.item() / n) + 5e-5
-    scale = n if config.rs_level == "sequence" else 1
+    scale = 1
+    if config.rs_level == "sequence":
+        scale = n
     return {
         "mis_rs_k3": k3.item(),
         "mis_rs_z_score": z_score,
@@ -437,13 +503,17 @@ def bound_metrics(
     }
 
 
-def _shares(name: str, bad_BT: Tensor, valid_BT: Tensor) -> dict[str, float]:
-    """Shares of the valid tokens, and of the sequences with a valid token; `name` has a place for "seq_"."""
-    return {
-        name.format(""): (bad_BT.sum() / valid_BT.sum()).item(),
-        name.format("seq_"): (bad_BT.any(1).sum() / valid_BT.any(1).sum()).item(),
-    }
+def token_share(rejected_BT: Tensor, valid_BT: Tensor) -> float:
+    """Rejected tokens / valid tokens."""
+    return (rejected_BT.sum() / valid_BT.sum()).item()
+
+
+def sequence_share(rejected_BT: Tensor, valid_BT: Tensor) -> float:
+    """Sequences with a rejected token / sequences with a valid token."""
+    return (rejected_BT.any(1).sum() / valid_BT.any(1).sum()).item()
 
 
 def _log(bound: float) -> float:
-    return math.log(bound) if bound else -math.inf
+    if bound == 0:
+        return -math.inf
+    return math.log(bound)

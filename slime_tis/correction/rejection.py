@@ -80,7 +80,9 @@ def divergence_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> 
     current_RK = chunk.current_RK
     if current_RK is None:
         current_RK = chunk.train_RK
-    anchor_RK = chunk.rollout_RK if criterion.anchor == "rollout" else chunk.train_RK
+    anchor_RK = chunk.train_RK
+    if criterion.anchor == "rollout":
+        anchor_RK = chunk.rollout_RK
     counts_RK = (tokens.valid_RK > 0) & is_log_prob(current_RK) & is_log_prob(anchor_RK)
     log_p = torch.where(counts_RK, current_RK, 0.0)
     log_q = torch.where(counts_RK, anchor_RK, 0.0)
@@ -95,7 +97,7 @@ def divergence_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> 
 
 
 def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
-    """The per-token quantity of a criterion: L_t of its level for k1, else the token's divergence."""
+    """What a criterion bounds per token: L_t at the criterion's level for k1, else the divergence."""
     if criterion.anchor is not None:
         return divergence_statistic(criterion, tokens, chunk)
     if criterion.divergence == "k1" and criterion.per_token:
@@ -123,7 +125,9 @@ def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tens
     if config.rs_veto_upper_threshold is not None:
         log_upper = math.log(config.rs_veto_upper_threshold)
         above = indicator(torch.gt, tokens.log_ratio_RK, log_upper)
-        catastrophic = above if catastrophic is None else catastrophic.add_(above)
+        if catastrophic is not None:
+            above.add_(catastrophic)
+        catastrophic = above
     assert catastrophic is not None, "called without a veto"
     return catastrophic
 
@@ -140,7 +144,10 @@ def sequence_accepted(
         return bounds.accepted(sums_S)
     if criterion.aggregation == "max":
         return indicator(torch.eq, sums_S.criteria[criterion.name], 0.0)
-    total = sums_S.log_ratio if criterion.uses_log_ratio else sums_S.criteria[criterion.name]
+    if criterion.uses_log_ratio:
+        total = sums_S.log_ratio
+    else:
+        total = sums_S.criteria[criterion.name]
     statistic = sequence_log_weights(criterion.aggregation, total, sums_S.valid)
     return torch.where(sums_S.valid > 0, accepted(criterion, statistic), 1.0)
 
@@ -181,18 +188,20 @@ class AdaptiveBounds:
         """
         n = self.median_length
         half = self.z_score * (2 * self.k3 / n.clamp_min(1)).sqrt() + LOG_PROB_TOLERANCE
-        scale = n if level == "sequence" else torch.ones_like(n)
+        scale = torch.ones_like(n)
+        if level == "sequence":
+            scale = n
         return scale * (-self.k3 - half), scale * (-self.k3 + half)
 
 
 def adaptive_bounds(
     config: RolloutCorrectionConfig, tables: Sequence[SequenceSums[Tensor]], ranks: Ranks = ONE_RANK
 ) -> AdaptiveBounds:
-    """The bounds of a global batch from the tables of its micro-batches.
+    """The bounds of a global batch, from the micro-batches' tables.
 
     Args:
         config: The options, with `rs_z_score` or `rs_target_fraction`.
-        tables: `Correction.sequence_sums` of each micro-batch of this rank, under the same config.
+        tables: `Correction.sequence_sums` of this rank's micro-batches, under the same config.
         ranks: The ranks that share the batch. Data-parallel ranks sum small tables.
 
     Returns:
@@ -304,12 +313,12 @@ def largest_value(
     """The largest v for which the values below v satisfy `holds(count, total)`; +inf if all do.
 
     Non-negative floats are ordered like their bits, so v is found from its highest bits down,
-    `DIGIT_BITS` per round. Each round tries all 512 values of the next bits: for each candidate, the
-    ranks sum how many of their values are smaller, and the terms of these values.
+    `DIGIT_BITS` per round. Each round tries all 512 values of the next bits. For each candidate, the
+    ranks sum the number and the terms of smaller values.
 
     Args:
         ordered_N: This rank's values, float64, not negative, ascending.
-        terms_N: The contribution of each value to the total, float64.
+        terms_N: What each value adds to the total, float64.
         holds: From count and total below each of 512 candidates to bool [512]. If it is false for
             one candidate, it must be false for all larger ones.
         ranks: The ranks that share the values.

@@ -148,7 +148,7 @@ def sequence_pass(
 
 
 def perplexities(sums_S: SequenceSums[Tensor]) -> PerplexitySums[Tensor]:
-    """Perplexities of each sequence, [S]: exp(−mean_t log π_t) over its finite tokens.
+    """Per-sequence perplexities, [S]: exp(−mean_t log π_t) over finite tokens.
 
     They are 0 if the sequence has no finite token; neutral tokens do not count.
     """
@@ -175,7 +175,7 @@ def _sequence_weights(
     log_weight_S: Tensor,
     nonempty_S: Tensor,
 ) -> tuple[Tensor, WeightSums[Tensor]]:
-    """The bounded weight of each sequence, and its terms of the sums.
+    """The bounded weights of sequences, and what they add to the sums.
 
     A sequence counts once, and only if it has a valid token.
     """
@@ -262,7 +262,7 @@ def _present(x_S: Tensor | None, present_S: Tensor) -> Tensor:
 
 
 def _counts(tokens_S: Tensor) -> Counts[Tensor]:
-    """Tokens, and 1.0 for each sequence with at least one of them."""
+    """Tokens, and 1.0 for each sequence with at least one token."""
     return Counts(tokens=tokens_S, sequences=(tokens_S > 0).to(torch.float64))
 
 

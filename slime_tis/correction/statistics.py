@@ -70,11 +70,10 @@ class Statistics:
             ValueError: if they were measured under different options.
         """
         if self.config != other.config:
-            names = [
-                f.name
-                for f in fields(self.config)
-                if getattr(self.config, f.name) != getattr(other.config, f.name)
-            ]
+            names = []
+            for field in fields(self.config):
+                if getattr(self.config, field.name) != getattr(other.config, field.name):
+                    names.append(field.name)
             raise ValueError(
                 f"the statistics to merge differ in {', '.join(names)}; merge statistics of one"
                 " config."
@@ -116,7 +115,7 @@ class Statistics:
         """Mean of the bounded weights over valid tokens, or over sequences for sequence-wide weights.
 
         Args:
-            ranks: The ranks that share the batch, if these are the statistics of only one of them.
+            ranks: The ranks that share the batch, if these are the statistics of a single rank.
 
         Returns:
             float64 scalar; 1 if there is no weight, all weights are 0, or the configuration does
@@ -125,7 +124,9 @@ class Statistics:
         sums: BatchSums[Tensor] = named(batch_columns(self.config), self.sums.unbind())
         if sums.weights is None or not self.config.tis_batch_normalize:
             return torch.ones_like(self.sums[0])
-        count = sums.tokens if self.config.has_token_weights else sums.sequences
+        count = sums.sequences
+        if self.config.has_token_weights:
+            count = sums.tokens
         total, count = ranks.over_data(torch.stack([sums.weights.total, count])).unbind()
         return usable_mean(total / count)  # 0/0 without a token is NaN, which gives 1
 
@@ -149,14 +150,13 @@ class Statistics:
             return metrics
         metrics |= _mismatch_metrics(sums, mins, maxs)
         if sums.weights is not None:
-            count = sums.tokens if config.has_token_weights else sums.sequences
+            count = sums.sequences
+            if config.has_token_weights:
+                count = sums.tokens
             metrics |= _weight_metrics(config, sums.weights, count, mins, maxs)
         if sums.mean_weights is not None:
             metrics |= _mean_weight_metrics(sums.mean_weights, sums.sequences, mins, maxs)
-        for name, counts in sums.rejected.items():
-            prefix = f"mis_rs_{name}_" if name else "mis_rs_"
-            metrics[f"{prefix}masked_fraction"] = counts.tokens / sums.tokens
-            metrics[f"{prefix}seq_masked_fraction"] = counts.sequences / sums.sequences
+        metrics |= _rejection_metrics(sums)
         if sums.bounds is not None:
             metrics |= _bound_metrics(sums.bounds, sums.sequences)
         if sums.veto is not None:
@@ -170,7 +170,7 @@ class Statistics:
 def _mismatch_metrics(
     sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]
 ) -> dict[str, float]:
-    """Divergences over valid tokens and sequences; perplexities over the sequences with a finite log-prob."""
+    """Divergences over valid tokens and sequences; perplexities of sequences with a finite token."""
     tokens = sums.tokens
     k3 = max(sums.ratio_minus_1 - sums.log_ratio, 0.0)  # negative only by rounding
     # (Σw)²/(n·Σw²), with w relative to the largest: the scale cancels
@@ -203,11 +203,13 @@ def _weight_metrics(
     """Weights: mean and extremes before the mode; mean, extremes, deviation, sample size after it."""
     assert weights.before is not None and weights.before_minus_1 is not None
     mean = weights.total / count
-    normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
+    normalizer = 1.0
+    if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN:
+        normalizer = mean
     if config.mode.rejects:
-        # a rejected weight is 0
-        rejected = weights.high + (weights.low if config.mode.has_lower_bound else 0.0)
-        lowest = 0.0 if rejected else _clamped(mins.ratio)
+        lowest = _clamped(mins.ratio)
+        if weights.high or (weights.low and config.mode.has_lower_bound):
+            lowest = 0.0  # a rejected weight is 0
         highest = maxs.weight
     elif config.signs_bounds:
         lowest = mins.weight
@@ -226,8 +228,10 @@ def _weight_metrics(
         "mis_weight_min": lowest / normalizer,
         "mis_weight_max": highest / normalizer,
         "mis_weight_std": deviation / normalizer,
-        "mis_eff_sample_size": mean * mean / mean_square if mean_square else 0.0,
+        "mis_eff_sample_size": 0.0,
     }
+    if mean_square:
+        metrics["mis_eff_sample_size"] = mean * mean / mean_square
     metrics[f"mis_{config.mode.low_fraction}"] = weights.low / count
     metrics[f"mis_{config.mode.high_fraction}"] = weights.high / count
     if config.tis_batch_normalize:
@@ -238,7 +242,7 @@ def _weight_metrics(
 def _mean_weight_metrics(
     weights: WeightSums[float], sequences: float, mins: Extremes[float], maxs: Extremes[float]
 ) -> dict[str, float]:
-    """The mean weight of each sequence, after the mode and before batch normalisation."""
+    """Per-sequence mean weights, after the mode and before batch normalisation."""
     lowest = mins.sequence_weight
     highest = maxs.sequence_weight
     return {
@@ -250,6 +254,18 @@ def _mean_weight_metrics(
         "mis_seq_weight_fraction_high": weights.high / sequences,
         "mis_seq_weight_fraction_low": weights.low / sequences,
     }
+
+
+def _rejection_metrics(sums: BatchSums[float]) -> dict[str, float]:
+    """Shares of rejected tokens, and of sequences with a rejected token, per criterion and in all."""
+    metrics = {}
+    for name, counts in sums.rejected.items():
+        prefix = "mis_rs_"
+        if name:
+            prefix = f"mis_rs_{name}_"
+        metrics[f"{prefix}masked_fraction"] = counts.tokens / sums.tokens
+        metrics[f"{prefix}seq_masked_fraction"] = counts.sequences / sums.sequences
+    return metrics
 
 
 def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, float]:
@@ -269,7 +285,9 @@ def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, floa
 def _mean(total: float, minus_1: float, count: float) -> float:
     """Mean weight: Σw/n if it is below 1/2, else 1 + Σ(w − 1)/n, which is then more accurate."""
     mean = total / count
-    return mean if mean < 0.5 else 1 + minus_1 / count
+    if mean < 0.5:
+        return mean
+    return 1 + minus_1 / count
 
 
 def _deviation(weights: WeightSums[float], count: float, spread: float) -> float:

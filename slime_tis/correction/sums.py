@@ -193,8 +193,9 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
     """The optional parts of a sequence's sums under a configuration; the values are placeholders."""
     weights = None
     if config.has_token_weights:
-        before = None if config.tis_level == "token" else 0.0
-        weights = _blank(WeightSums, before_minus_1=before)
+        weights = _blank(WeightSums)
+        if config.tis_level == "token":
+            weights = _blank(WeightSums, before_minus_1=None)  # it is `ratio_minus_1`
     criteria = {}
     for criterion in config.rejections:
         if not criterion.uses_log_ratio:
@@ -203,10 +204,10 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
         SequenceSums,
         weights=weights,
         criteria=criteria,
-        clamped_k3=0.0 if config.adaptive else None,
-        catastrophic=0.0 if config.vetoes else None,
-        trimmed=0.0 if config.rs_second_moment_bound is not None else None,
-        advantage=0.0 if config.signs_bounds else None,
+        clamped_k3=_present_if(config.adaptive),
+        catastrophic=_present_if(config.vetoes),
+        trimmed=_present_if(config.rs_second_moment_bound is not None),
+        advantage=_present_if(config.signs_bounds),
     )
 
 
@@ -230,14 +231,21 @@ def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
         rejected=rejected,
         bounds=_blank(BoundSums) if config.adaptive else None,
         veto=counts if config.vetoes else None,
-        trimmed_tokens=0.0 if config.rs_second_moment_bound is not None else None,
+        trimmed_tokens=_present_if(config.rs_second_moment_bound is not None),
     )
 
 
 def _blank(cls: type[SumsT], **parts: Any) -> SumsT:
     """An object with these parts, and 0.0 in all other fields."""
-    names = (field.name for field in fields(cls))  # type: ignore[arg-type]
-    return cls(**{name: parts.get(name, 0.0) for name in names})
+    zeros = {field.name: 0.0 for field in fields(cls)}  # type: ignore[arg-type]
+    return cls(**(zeros | parts))
+
+
+def _present_if(is_on: bool) -> float | None:
+    """The placeholder of a column that only some configurations have."""
+    if is_on:
+        return 0.0
+    return None
 
 
 EXTREMES: Extremes[Any] = _blank(Extremes)
@@ -248,7 +256,8 @@ _VALUES = (Tensor, float, int)
 def _parts(node: Any) -> dict[str, Any]:
     """The fields of a dataclass, or the items of a dict, in their order."""
     # `dataclasses.fields` would take longer than the sums of a small batch
-    return node if isinstance(node, dict) else vars(node)
+    parts: dict[str, Any] = node if isinstance(node, dict) else vars(node)
+    return parts
 
 
 def _values(node: Any) -> list[Any]:
@@ -272,4 +281,6 @@ def _filled(node: Any, values: Iterator[Any]) -> Any:
             parts[name] = None
         else:
             parts[name] = _filled(part, values)
-    return parts if isinstance(node, dict) else type(node)(**parts)
+    if isinstance(node, dict):
+        return parts
+    return type(node)(**parts)

@@ -168,6 +168,7 @@ def _apply_criteria(
         within = accepted(criterion, statistic).to(tokens.valid_RK.dtype).mul_(tokens.valid_RK)
         sums[criterion.name] = tokens.valid_R - within.sum(-1)
         if criterion.per_token:
+            # the first criterion needs no product, since `within` is 0 at invalid tokens
             accepted_RK = within if accepted_RK is tokens.valid_RK else accepted_RK * within
     return accepted_RK, sums
 
