@@ -23,7 +23,10 @@ from slime_tis.trainer.engines.sglang.weights.protocol import (
 from slime_tis.trainer.storage.directories import LOCK, held, make_private, make_public
 from slime_tis.trainer.storage.hf_writer import write_hf_checkpoint
 
-FINISHED, UNFINISHED = "weights_", "unfinished_"
+FINISHED = "weights_"
+"""Prefix of directories with complete weights."""
+UNFINISHED = "unfinished_"
+"""Prefix of directories that are being written."""
 OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
 """Names of directories that this module writes and may remove."""
 
@@ -36,18 +39,24 @@ class DiskSync:
     """
 
     def __init__(self, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> None:
-        directory, remote = config.sglang_weight_dir, [url for url in urls if not is_loopback(url)]
-        if directory is None and remote:
-            problem = f"{remote[0]} may not see the output directory; set --sglang-weight-dir"
-            raise ValueError(f"--sglang-weight-sync is disk but {problem}.")
-        self._config, self._hf_checkpoint = config, Path(host.hf_checkpoint)
-        self._directory = Path(
-            host.output_dir / "sglang_weights" if directory is None else directory
-        ).absolute()
+        directory = host.output_dir / "sglang_weights"
+        if config.sglang_weight_dir is not None:
+            directory = Path(config.sglang_weight_dir)
+        else:
+            for url in urls:
+                if not is_loopback(url):
+                    raise ValueError(
+                        f"--sglang-weight-sync is disk but {url} may not see the output directory;"
+                        " set --sglang-weight-dir."
+                    )
+        self._config = config
+        self._hf_checkpoint = Path(host.hf_checkpoint)
+        self._directory = directory.absolute()
         self._lock = ExitStack()
         self._lock.enter_context(held({self._directory / LOCK: "--sglang-weight-dir"}))
         self._weights_thread = weights_thread(torch.device(host.device))
         self._current: tuple[Path, int] | None = None
+        """Directory and version of the newest weights."""
         _remove_own(self._directory)
 
     async def push(
@@ -56,7 +65,7 @@ class DiskSync:
         """See WeightSync; generation pauses while servers read, not while files are written."""
         loop = asyncio.get_running_loop()
         written = await loop.run_in_executor(self._weights_thread, self._write, source, version)
-        self._current = written, version
+        self._current = (written, version)
         failed = await self._hand_out(servers)
         _remove_own(self._directory, but=written)
         return failed
@@ -65,8 +74,9 @@ class DiskSync:
         """Makes a server read the newest weights, if any."""
         if self._current is None:
             return False
-        for reason in (await self._hand_out([server])).values():
-            raise ServerError(reason)
+        failed = await self._hand_out([server])
+        if server in failed:
+            raise ServerError(failed[server])
         return True
 
     async def close(self) -> None:
@@ -79,10 +89,8 @@ class DiskSync:
     def _write(self, source: WeightSource, version: int) -> Path:
         """Writes a checkpoint into a new subdirectory, which gets its final name when complete."""
         name = f"{version:08d}_{secrets.token_hex(4)}"
-        unfinished, finished = (
-            self._directory / f"{UNFINISHED}{name}",
-            self._directory / f"{FINISHED}{name}",
-        )
+        unfinished = self._directory / f"{UNFINISHED}{name}"
+        finished = self._directory / f"{FINISHED}{name}"
         weights = iter(source())
         try:
             make_private(unfinished)
@@ -92,7 +100,8 @@ class DiskSync:
             make_public(unfinished)
             unfinished.rename(finished)
         except OSError as error:
-            for _ in weights:  # a collective: other ranks iterate too
+            # Iterating may gather weights from the other ranks, which would wait forever.
+            for _ in weights:
                 pass
             raise RolloutUnavailable(
                 f"the weights of version {version} could not be written to {self._directory}"
@@ -111,12 +120,11 @@ class DiskSync:
     async def _load(self, server: Server) -> None:
         assert self._current is not None
         path, version = self._current
-        # The initial load format may be dummy; the pause emptied the cache.
         body = {
             "model_path": str(path),
             "weight_version": str(version),
-            "load_format": "auto",
-            "flush_cache": False,
+            "load_format": "auto",  # the server may have been started with the format dummy
+            "flush_cache": False,  # the pause emptied it
         }
         await pause(server)
         await server.post(
@@ -126,6 +134,7 @@ class DiskSync:
 
 
 def _remove_own(directory: Path, but: Path | None = None) -> None:
+    """Removes this module's directories, except for `but`."""
     for path in directory.iterdir():
         if path != but and OWN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

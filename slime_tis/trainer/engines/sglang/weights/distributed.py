@@ -22,13 +22,13 @@ from slime_tis.trainer.engines.sglang.weights import protocol
 
 
 class DistributedSync:
-    """Broadcasts weights to the servers in buckets, over NCCL from a GPU and gloo from a CPU; see WeightSync."""
+    """Broadcasts weights to the servers in buckets; see WeightSync."""
 
     def __init__(self, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> None:
-        self._config, self._device = config, torch.device(host.device)
-        self._timeout = (
-            config.sglang_request_timeout
-        )  # for a server to join a group or take one bucket
+        self._config = config
+        self._device = torch.device(host.device)
+        self._timeout = config.sglang_request_timeout
+        """Seconds for a server to join a group, or to take one bucket."""
         self._groups: dict[Server, UpdateGroup] = {}
         self._weights_thread = protocol.weights_thread(self._device)
 
@@ -38,19 +38,17 @@ class DistributedSync:
         """See WeightSync."""
         failed: dict[Server, str] = {}
         loop = asyncio.get_running_loop()
-        device, size = self._device, self._config.bucket_bytes
-        stream = protocol.buckets(
-            source, size, lambda tensor: tensor.detach().to(device).contiguous()
-        )
+        stream = protocol.buckets(source, self._config.bucket_bytes, self._device)
         try:
             live = await protocol.on_all_servers(servers, protocol.pause, failed)
             live = await protocol.on_all_servers(live, self._open, failed)
             while bucket := await loop.run_in_executor(self._weights_thread, next, stream, None):
-                live = await protocol.on_all_servers(
-                    live, partial(self._send, bucket=bucket, version=version), failed
-                )
-                del bucket
-            await protocol.on_all_servers(live, partial(self._finish, version=version), failed)
+                send = partial(self._send, bucket=bucket, version=version)
+                live = await protocol.on_all_servers(live, send, failed)
+                # Frees the tensors before the next bucket takes memory.
+                del bucket, send
+            finish = partial(self._finish, version=version)
+            await protocol.on_all_servers(live, finish, failed)
         except BaseException:
             await asyncio.gather(*map(self._give_up, servers))
             raise
@@ -67,16 +65,16 @@ class DistributedSync:
         self._weights_thread.shutdown(wait=False)
 
     async def _open(self, server: Server) -> None:
-        """Joins a group with the server if necessary, and opens the update session, which a killed run may hold."""
+        """Joins a group with the server if necessary, and opens the update session."""
         group = self._groups.get(server)
-        if (
-            group is None or group.version != await server.weight_version()
-        ):  # the server restarted since it joined
+        # With another version, the server restarted since it joined, and has left the group.
+        if group is None or group.version != await server.weight_version():
             await self._leave(server)
             await self._join(server)
         try:
             await server.post("/begin_weight_update", {}, timeout=protocol.CONTROL_TIMEOUT)
         except RequestRefused:
+            # A run that was killed during an update left its session open.
             await protocol.try_post(server, "/end_weight_update", {})
             await server.post("/begin_weight_update", {}, timeout=protocol.CONTROL_TIMEOUT)
 
@@ -87,8 +85,8 @@ class DistributedSync:
                 f"{server.url} runs with --dp-size {info.dp_size} and --pp-size {info.pp_size}, and"
                 " SGLang takes distributed weights with 1 of each; use --sglang-weight-sync disk."
             )
-        address = self._config.sglang_sync_address  # None finds it for each server
-        if address is None:
+        address = self._config.sglang_sync_address
+        if address is None:  # found for each server
             address = await protocol.in_thread(partial(local_address, server.url))
         group = UpdateGroup(
             address, server_ranks=info.tp_size, device=self._device, timeout=self._timeout
@@ -128,12 +126,15 @@ class DistributedSync:
 
     async def _give_up(self, server: Server) -> None:
         group = self._groups.pop(server, None)
+        group_name = None
         if group is not None:
             group.close()
-        await protocol.release(server, None if group is None else group.name)
+            group_name = group.name
+        await protocol.release(server, group_name)
 
     async def _leave(self, server: Server) -> None:
-        if group := self._groups.pop(server, None):
+        group = self._groups.pop(server, None)
+        if group is not None:
             group.close()
             await protocol.try_post(
                 server, "/destroy_weights_update_group", {"group_name": group.name}
@@ -143,10 +144,9 @@ class DistributedSync:
 class UpdateGroup:
     """Broadcasts tensors from this process, rank 0, to the ranks of one server, apart from the default group.
 
-    Each server has a separate group: in a common group, a member that dies in a broadcast leaves
-    the others waiting for their own timeout, half an hour with SGLang. Anyone who reaches the
-    store's port can join, so the port is open on the loopback only if the server is on this
-    machine.
+    Each server has a separate group. In a common group, the others would wait for a member that
+    dies in a broadcast, with SGLang for half an hour. Anyone who reaches the store's port can join
+    the group, so the port is open only on the loopback if the server is on this machine.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class UpdateGroup:
         """Opens the store at an address that the server reaches; `join` makes the group."""
         self.name = f"slime_tis_{secrets.token_hex(8)}"
         self.version: str | None = None
-        self._device, self._size = device, server_ranks + 1
+        self._device = device
+        self._size = server_ranks + 1
         self._timeout = timedelta(seconds=timeout)
         listener, self._host, self._own_address = _listen(address)
         self.port = listener.getsockname()[1]
@@ -170,7 +171,10 @@ class UpdateGroup:
         self._group: Any = None
 
     def join(self) -> None:
-        """Makes the group; blocks until all ranks have joined or `close` is called on another thread (RuntimeError)."""
+        """Makes the group; blocks until all ranks have joined.
+
+        Raises RuntimeError if `close` is called on another thread meanwhile.
+        """
         client = dist.TCPStore(self._host, self.port, is_master=False, timeout=self._timeout)
         # Keys of the server: SGLang's init_custom_process_group adds the name before torch adds
         # name and device.
@@ -178,58 +182,70 @@ class UpdateGroup:
         distributed: Any = dist  # torch's types lack the options of backends
         if self._device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
-            options._timeout, options.group_name = self._timeout, self.name
+            options._timeout = self._timeout
+            options.group_name = self.name
             self._group = distributed.ProcessGroupNCCL(
                 dist.PrefixStore("cuda/", store), 0, self._size, options
             )
         else:
-            gloo, host = distributed.ProcessGroupGloo, self._own_address
+            gloo = distributed.ProcessGroupGloo
+            if self._own_address is None:
+                network_device = gloo.create_default_device()
+            else:
+                network_device = gloo.create_device(hostname=self._own_address)
             options = gloo._Options()
             options._timeout = self._timeout
-            options._devices = [
-                gloo.create_device(hostname=host) if host else gloo.create_default_device()
-            ]
+            options._devices = [network_device]
             self._group = gloo(dist.PrefixStore("cpu/", store), 0, self._size, options)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Sends tensors in order; blocks until the server has them. Raises RuntimeError if it is gone or too slow."""
+        """Sends tensors in order; blocks until the server has them.
+
+        Raises RuntimeError if the server is gone or too slow.
+        """
         with ExitStack() as stack:
             if self._device.type == "cuda":
-                stream = torch.cuda.Stream(
-                    self._device
-                )  # a stream per call, so that no group waits for another
+                # A stream per call, so that no group waits for another.
+                stream = torch.cuda.Stream(self._device)
                 stream.wait_stream(torch.cuda.default_stream(self._device))
                 stack.enter_context(torch.cuda.device(self._device))
                 stack.enter_context(torch.cuda.stream(stream))
                 stack.callback(stream.synchronize)
-            for work in [self._group.broadcast(tensor, 0) for tensor in tensors]:
-                work.wait()
+            # All broadcasts start before the first wait.
+            broadcasts = [self._group.broadcast(tensor, 0) for tensor in tensors]
+            for broadcast in broadcasts:
+                broadcast.wait()
 
     def close(self) -> None:
         """Leaves the group and shuts the store, which ends a `join` under way on either side."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
-        self._store = self._group = None
+        self._store = None
+        self._group = None
 
 
 def local_address(url: str) -> str:
     """This machine's address as seen from the server at `url`."""
     if is_loopback(url):
         return "127.0.0.1"
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or 80
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    server = urlsplit(url)
+    addresses = socket.getaddrinfo(server.hostname or "", server.port or 80, type=socket.SOCK_DGRAM)
+    family, _, _, _, address = addresses[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing: connecting a datagram socket only selects a route
         return str(probe.getsockname()[0])
 
 
 def _listen(address: str) -> tuple[socket.socket, str, str | None]:
-    """Opens a port, if possible on `address` only; returns the socket, its host from here, and its bound address."""
+    """Opens a port, if possible only on `address`.
+
+    Returns the socket, the host by which this process reaches it, and the address to which it is
+    bound: None if it is bound to all.
+    """
     host = "127.0.0.1" if address == "localhost" else address
     try:
-        version = ipaddress.ip_address(host).version
-        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        is_ipv6 = ipaddress.ip_address(host).version == 6
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         return socket.create_server((host, 0), family=family), host, host
     except (ValueError, OSError):  # a name, or an address that is translated on the way here
         return socket.create_server(("", 0)), "127.0.0.1", None

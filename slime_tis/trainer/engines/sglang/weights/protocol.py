@@ -28,8 +28,8 @@ RELEASE_TIMEOUT = 5.0
 class WeightSync(Protocol):
     """A weight transport; `WEIGHT_TRANSPORTS` lists their classes.
 
-    They are made of an SGLangConfig, an EngineHost and the servers' URLs, and raise ValueError if
-    these servers cannot use the transport.
+    The constructor takes an SGLangConfig, an EngineHost and the servers' URLs. It raises ValueError
+    if these servers cannot use the transport.
     """
 
     async def push(
@@ -43,7 +43,10 @@ class WeightSync(Protocol):
         """
 
     async def restore(self, server: Server) -> bool:
-        """Sends the weights of the last `push` to a server that came back; False if only a `source` has them."""
+        """Sends the weights of the last `push` to a server that came back.
+
+        Returns False if the transport does not keep them: then the server needs another `push`.
+        """
 
     async def close(self) -> None:
         """Frees the resources of both sides."""
@@ -58,35 +61,44 @@ class Bucket:
     last: bool
 
 
-def buckets(
-    source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tensor]
-) -> Iterator[Bucket]:
-    """Groups weights lazily into buckets of at most `max_bytes`, or of a single larger tensor."""
+def buckets(source: WeightSource, max_bytes: int, device: torch.device) -> Iterator[Bucket]:
+    """Groups weights lazily into buckets on a device.
+
+    A bucket has at most `max_bytes`, or a single larger tensor.
+    """
     names: list[str] = []
     tensors: list[Tensor] = []
     size = 0
-    for name, whole in source():
-        tensor = place(whole)
+    for name, weight in source():
+        tensor = weight.detach().to(device).contiguous()
         if names and size + tensor.nbytes > max_bytes:
             yield Bucket(names=names, tensors=tensors, last=False)
-            names, tensors, size = [], [], 0
+            names = []
+            tensors = []
+            size = 0
         names.append(name)
         tensors.append(tensor)
         size += tensor.nbytes
-        del whole, tensor
+        # Frees the source's tensor before the next one is made.
+        del weight, tensor
     yield Bucket(names=names, tensors=tensors, last=True)
 
 
 def weights_thread(device: torch.device) -> ThreadPoolExecutor:
     """The single thread that iterates weights, set to the device of this process."""
-    initializer = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    initializer = None
+    if device.type == "cuda":
+        initializer = partial(torch.cuda.set_device, device)
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights", initializer=initializer)
 
 
 async def on_all_servers(
     servers: Sequence[Server], step: Callable[[Server], Awaitable[None]], failed: dict[Server, str]
 ) -> list[Server]:
-    """Runs a step of an update on all servers, adds failures to `failed` and returns the servers that passed."""
+    """Runs a step of an update on all servers; returns the servers that passed.
+
+    Adds the other servers to `failed`, with the reason.
+    """
     outcomes = await asyncio.gather(*(step(server) for server in servers), return_exceptions=True)
     passed = []
     for server, outcome in zip(servers, outcomes, strict=True):
@@ -100,13 +112,19 @@ async def on_all_servers(
 
 
 async def pause(server: Server) -> None:
-    """Stops generation, sends running requests back to the queue, and drops keys and values of the old weights."""
+    """Stops generation, and drops keys and values of the old weights.
+
+    Running requests return to the queue; they continue after the update.
+    """
     await server.post("/pause_generation", {"mode": "retract"}, timeout=CONTROL_TIMEOUT)
-    deadline, wait = time.monotonic() + CONTROL_TIMEOUT, 0.05
+    deadline = time.monotonic() + CONTROL_TIMEOUT
+    wait = 0.05
     while True:
         try:
-            return await server.post("/flush_cache", {}, timeout=CONTROL_TIMEOUT)
-        except RequestRefused:  # a batch under way, or a copy to host memory
+            await server.post("/flush_cache", {}, timeout=CONTROL_TIMEOUT)
+            return
+        except RequestRefused:
+            # A server refuses while a batch, or a copy of the cache to host memory, is under way.
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(wait)
@@ -132,24 +150,27 @@ async def release(server: Server, group_name: str | None = None) -> None:
 
 async def exchange(request: Awaitable[None], local_side: asyncio.Future[None]) -> None:
     """Waits for both sides of an exchange; the first failure ends the wait and raises SGLangError."""
-    asked = asyncio.ensure_future(request)
-    both: set[asyncio.Future[None]] = {asked, local_side}
+    server_side: asyncio.Future[None] = asyncio.ensure_future(request)
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-        if not asked.done():  # the server's message is often more precise
-            await asyncio.wait({asked}, timeout=RELEASE_TIMEOUT)
-        if asked.done():
-            asked.result()
+        await asyncio.wait({server_side, local_side}, return_when=asyncio.FIRST_EXCEPTION)
+        # If this side failed: the server's message is often more precise.
+        if not server_side.done():
+            await asyncio.wait({server_side}, timeout=RELEASE_TIMEOUT)
+        if server_side.done():
+            server_side.result()
         await local_side
     except RuntimeError as error:
         raise ServerError(f"the connection for weights broke: {first_line(error)}") from error
     finally:
-        asked.cancel()
+        server_side.cancel()
         local_side.cancel()
 
 
 def in_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Runs a blocking function in a daemon thread: the program can exit if the function never returns."""
+    """Runs a blocking function in a daemon thread.
+
+    The program can exit even if the function never returns.
+    """
     return asyncio.wrap_future(THREADS.submit(function))
 
 
