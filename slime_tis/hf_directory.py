@@ -82,7 +82,7 @@ COUNTS = (
     "n_group",
     "topk_group",
 )
-"""Fields of config.json that are positive whole numbers."""
+"""Fields of config.json that are positive integers."""
 FLAGS = (
     "tie_word_embeddings",
     "attention_bias",
@@ -132,7 +132,7 @@ objects."""
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the supported types of weights."""
 INDEX = "model.safetensors.index.json"
-"""File that names the safetensors file of each tensor."""
+"""File that maps tensor names to safetensors files."""
 SINGLE = "model.safetensors"
 """File with all tensors, if there is no index."""
 
@@ -182,8 +182,10 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
         raise ValueError(f"{where} but holds no config.json; give a Hugging Face directory.")
     model = parse_object(path.read_bytes(), f"{where} but its config.json")
     architectures = model.get("architectures") or ["unknown"]
-    if not isinstance(architectures, list) or architectures[0] not in FAMILIES:
-        name = architectures[0] if isinstance(architectures, list) else architectures
+    name = architectures
+    if isinstance(architectures, list):
+        name = architectures[0]
+    if not isinstance(architectures, list) or name not in FAMILIES:
         raise ValueError(
             f"{where} of the architecture {one_line(str(name))} but supported are"
             f" {', '.join(FAMILIES)}; give a checkpoint of one of these."
@@ -199,7 +201,7 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
 
 
 def load_config(directory: str | Path) -> Any:
-    """Returns transformers' configuration of a checkpoint, with the defaults of its family."""
+    """Returns transformers' configuration of a checkpoint, with the family's defaults."""
     from transformers import AutoConfig
 
     try:
@@ -333,7 +335,7 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
 
 
 def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint has all tensors of its model, from the headers of the files.
+    """Checks that a checkpoint has all tensors of the model, and reads only the files' headers.
 
     Raises:
         ValueError: A tensor is missing, or has another shape or an unsupported type.
@@ -507,7 +509,7 @@ def _file_within(directory: Path, index: Path, file: str) -> Path:
 
 
 def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns the type and shape of each tensor of a safetensors file, from its header."""
+    """Returns the types and shapes of the tensors in a safetensors file, from the header."""
     from safetensors import SafetensorError, safe_open
 
     try:

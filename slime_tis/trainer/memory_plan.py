@@ -68,8 +68,8 @@ class Weight(NamedTuple):
 def _backward_bytes(config: TransformerConfig) -> int:
     """Bytes per token of the gradients that exist at once while one layer is differentiated.
 
-    The MLP has gradients of its product, gate and up (3 inner vectors), of its input, output and
-    residual (3 hidden).
+    In the MLP these are gradients of product, gate and up (3 inner vectors), and of input, output
+    and residual (3 hidden vectors).
     """
     inner = config.ffn_hidden_size
     if config.num_moe_experts is not None:
@@ -118,7 +118,7 @@ class Census:
         return sum(weight.size * weight.copies for weight in self.weights)
 
     def stages(self, config: MegatronConfig, world_size: int) -> list[Stage]:
-        """Returns the memory of one rank of each pipeline stage."""
+        """Returns the memory of a rank, stage by stage."""
         pipeline = config.pipeline_model_parallel_size
         tensor = config.tensor_model_parallel_size
         per_stage = self.transformer.num_layers // pipeline
@@ -166,14 +166,14 @@ class Census:
             transformer.use_te_activation_func = False  # transformer-engine's layers save more
         optimizer = 0
         for weight in shard:
-            ranks = 1  # that divide the optimizer state
+            sharing_ranks = 1
             if config.use_distributed_optimizer:
                 model_parallel = config.tensor_model_parallel_size * stages
                 if weight.is_expert:
                     model_parallel = config.expert_parallel_size
-                # includes the context-parallel ranks
-                ranks = world_size // model_parallel
-            optimizer += optimizer_bytes * weight.size * weight.copies // ranks
+                # context-parallel ranks share the optimizer state, too
+                sharing_ranks = world_size // model_parallel
+            optimizer += optimizer_bytes * weight.size * weight.copies // sharing_ranks
         activations = bytes_per_token(transformer, 0, config.log_probs_chunk_size)
         parameters = sum(weight.size * weight.copies for weight in shard)
         return Stage(
@@ -291,7 +291,7 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     Args:
         config: Model, parallel sizes and precision.
         world_size: Number of ranks.
-        gpu_memory: Memory of each rank's GPU, GiB.
+        gpu_memory: Memory per GPU and rank, GiB.
         bandwidth: Bandwidth from training to rollout, GB/s.
 
     Raises:

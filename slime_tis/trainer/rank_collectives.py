@@ -49,6 +49,7 @@ def map_over_ranks(
     if size == 1:
         return function(items)
     shares = on_every_rank(lambda: function(items[dist.get_rank() :: size]))
+    # item i is number i // size of rank i % size
     return [shares[index % size][index // size] for index in range(len(items))]
 
 

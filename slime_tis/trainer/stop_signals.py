@@ -152,7 +152,7 @@ class Interrupts:
         return _answer_in_time(report) or failure
 
     def failure_elsewhere(self) -> Failure | None:
-        """Returns the failure of another rank, or None if the store does not report one in time."""
+        """Returns another rank's failure, or None if the store does not report one in time."""
         return _answer_in_time(lambda: self._find_failure(MESSAGE_TIMEOUT))
 
     def _find_failure(self, wait: float) -> Failure | None:
@@ -211,7 +211,7 @@ class Interrupts:
             end_process(128 + number, f"{name}: the run ends at once.")
 
     def _look_at_others(self) -> float:
-        """Receives the signal of another rank, and looks for a failure.
+        """Receives a signal from another rank, and looks for a failure.
 
         Returns:
             When this process must end because another rank failed, in seconds of the monotonic

@@ -102,7 +102,9 @@ def make_batch(  # noqa: PLR0913
     lengths = [len(mask) for mask in loss_masks]
     masks = []
     for mask, length in zip(sampling_masks or [None] * len(lengths), lengths, strict=True):
-        masks.append(SamplingMask.unrecorded(length) if mask is None else mask)
+        if mask is None:
+            mask = SamplingMask.unrecorded(length)
+        masks.append(mask)
     fields: dict[str, Sequence[Sized]] = {
         "rollout_log_probs": rollout_log_probs,
         "weight_versions": weight_versions,
@@ -124,6 +126,9 @@ def make_batch(  # noqa: PLR0913
         return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))
 
     loss_mask_N = flat(loss_masks, np.float32)
+    workers_L = None
+    if workers is not None:
+        workers_L = slices.slice_flat(flat(workers, np.int64))
     local_masks = None
     if any(len(mask.token_ids) for mask in masks):
         positions = slices.slice_flat(torch.arange(sum(lengths)))
@@ -137,7 +142,7 @@ def make_batch(  # noqa: PLR0913
             loss_mask_N=loss_mask_N,
             rollout_log_probs_L=slices.slice_flat(flat(rollout_log_probs, np.float32)),
             weight_versions_L=slices.slice_flat(flat(weight_versions, np.int64)),
-            workers_L=None if workers is None else slices.slice_flat(flat(workers, np.int64)),
+            workers_L=workers_L,
             turns_L=slices.slice_flat(turns_of(loss_mask_N, lengths)),
             rollouts=None if rollouts is None else numbered(rollouts),
         ),

@@ -99,9 +99,9 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
         chunk_size: `--log-probs-chunk-size`.
     """
     size = config.params_dtype.itemsize
-    log_probs = (size + 8) * config.hidden_size
+    log_probs = (size + 8) * config.hidden_size  # hidden state, its fp32 copy, its fp32 gradient
     bytes_per_logit = 8 if size == 4 else 8 + size
-    if chunk_size == -1:
+    if chunk_size == -1:  # both fp32 temporaries have all rows
         bytes_per_logit += 8
     logits_bytes = bytes_per_logit * logits / config.tensor_model_parallel_size
     return int(size * _saved_values(config) + log_probs + logits_bytes)

@@ -209,7 +209,7 @@ class RoutingReplay:
             trains: Whether a backward pass follows.
             replays: False to let the routers choose, and only count differences.
             record: Gets the experts used in each micro-batch.
-            source: Record of another pass, replayed instead of the batch's experts.
+            source: Record from another pass, replayed instead of the batch's experts.
         """
         self.trains = trains
         self.replays = replays
@@ -329,52 +329,56 @@ sample."""
 
 
 def drop_routing(groups: Sequence[Sequence[Sample]]) -> None:
-    """Removes the experts of samples, and their weights."""
+    """Removes experts and weights from samples."""
     for sample in chain(*groups):
         sample.rollout_routed_experts = None
         sample.rollout_routing_weights = None
 
 
 def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> None:
-    """Sets the experts of this rank's samples, and their weights, to rank 0's; a collective.
+    """Sends experts and weights from rank 0 to the data-parallel rank that has the sample.
 
-    `shares` has the samples of each data-parallel rank, equal on every rank except for `FIELDS`.
+    A collective. `shares` has the samples by data-parallel rank. It is equal on all ranks, except
+    for `FIELDS`, which only rank 0 has.
     """
     if parallel.size == 1:
         return
-    slots = []  # of every value: data-parallel rank, sample, field
+    slots = []
     for data_rank, share in enumerate(shares):
         for sample in share:
-            slots += [(data_rank, sample, name) for name in FIELDS]
+            for name in FIELDS:
+                slots.append((data_rank, sample, name))
     descriptions: list[tuple[torch.Size, torch.dtype] | None] = []
     for _, sample, name in slots:
         value = getattr(sample, name)
         descriptions.append(None if value is None else (value.shape, value.dtype))
-    # only rank 0 has the values: the other ranks learn from it which ones exist. One object in a
-    # list, because every object is sent in a separate message.
-    box = [descriptions]
-    dist.broadcast_object_list(box, src=0)
-    for (data_rank, sample, name), description in zip(slots, box[0], strict=True):
+    # Rank 0 tells the other ranks which values exist. The list of descriptions is one object,
+    # because every object is sent in a separate message.
+    objects = [descriptions]
+    dist.broadcast_object_list(objects, src=0)
+    for (data_rank, sample, name), description in zip(slots, objects[0], strict=True):
         if parallel.is_main:
             if description is not None:
                 value = getattr(sample, name)
                 _pass_on(parallel, data_rank, value.contiguous().flatten().view(torch.uint8))
         elif parallel.data_rank == data_rank:
-            value = None if description is None else _received(parallel, *description)
+            value = None
+            if description is not None:
+                value = _received(parallel, *description)
             setattr(sample, name, value)
 
 
 def _received(parallel: Parallel, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Receives a value of this data-parallel rank's samples."""
     data = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8)
     return _pass_on(parallel, parallel.data_rank, data).cpu().view(dtype).view(shape)
 
 
 def _pass_on(parallel: Parallel, data_rank: int, data: Tensor) -> Tensor:
-    """Sends bytes from rank 0 to the ranks of a data-parallel rank, first to one of them.
+    """Sends bytes from rank 0 to all ranks that have the samples of a data-parallel rank.
 
-    Megatron's groups have no common group of a data-parallel rank: the bytes go through its
-    context-parallel, tensor-parallel and pipeline-parallel groups. They are bytes because NCCL has
-    no int16.
+    Megatron has no group of these ranks. The bytes go to one rank first, then through the context-,
+    tensor- and pipeline-parallel groups. The values are bytes because NCCL has no int16.
     """
     if not data.numel():
         return data
