@@ -1,4 +1,4 @@
-"""Micro-batches that free memory decides: the same results, and the same micro-batches after a resumption."""
+"""Micro-batches that follow free memory: equal results, and equal ones in a resumed run."""
 
 import pytest
 
@@ -108,7 +108,7 @@ def reward(args, sample):
 def test_micro_batches_without_advantages_have_no_backward_pass(
     certain, flags, without_gradient, run, monkeypatch, tmp_path
 ):
-    """Where all rewards of a group are equal, so that its gradient is zero; metrics and weights are the same."""
+    """If all rewards of a group are equal, its gradient is zero; metrics do not change."""
     (tmp_path / "certain.py").write_text(CERTAIN.format(certain=certain))
     flags = [*flags, "--micro-batch-size", "8", "--use-tis", "--use-rs", "--rs-level", "geometric"]
     flags += ["--rs-upper-bound", "1.01", "--custom-rm-path", f"{tmp_path / 'certain.py'}:reward"]

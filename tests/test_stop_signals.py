@@ -1,4 +1,4 @@
-"""Signals are noticed at once, obeyed where the caller allows it, and shared over the ranks' store."""
+"""Signals are noticed at once, obeyed if the caller allows it, and shared between ranks."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""train.py as a whole, on a tiny model: algorithms, resuming, stale weights, masks, and one message for bad input."""
+"""train.py on a tiny model: algorithms, resuming, stale weights, masks, and bad input."""
 
 import json
 import signal

@@ -33,7 +33,7 @@ CORRECTION = (
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory):
-    """Flags of a run of one rollout in two steps, its directory, and its rows; the dumps are under `dump`."""
+    """Flags of a run with one rollout and two steps, its directory with `dump`, and its rows."""
     directory = tmp_path_factory.mktemp("dumped")
     flags = [*make_task(directory), "--num-rollout", "1", *CORRECTION]
     rows = run_here(
@@ -299,7 +299,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def layout_dump(request, dumped, tmp_path_factory):
-    """The name of a layout, the directory of its dump, and its table in the order of the samples."""
+    """The name of a layout, the directory of the dump, and its table, sorted by sample."""
     output = tmp_path_factory.mktemp("layout")
     ranks, layout = LAYOUTS[request.param]
     flags, directory, _ = dumped

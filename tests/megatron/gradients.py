@@ -73,7 +73,7 @@ def make_samples(vocab_size: int) -> Samples:
 
 
 def transformers_gradients(directory: Path, samples: Samples) -> dict[str, Tensor]:
-    """The gradient of the mean weighted loss under the names of the tensors in the checkpoint's file."""
+    """The gradient of the mean weighted loss, under the tensor names of the checkpoint's file."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     total = torch.zeros([])
     for ids, weights in zip(samples.tokens, samples.weights, strict=True):
@@ -115,7 +115,7 @@ def weighted_loss(inputs):
 
 
 def engine_gradients(engine: TrainingEngine) -> dict[str, Tensor]:
-    """The gradient after `train_step`, assembled from all ranks under Hugging Face names; a collective.
+    """The gradient after `train_step`, from all ranks, under Hugging Face names; a collective.
 
     The gradients take the place of the weights in the export, so that they are joined as the
     weights are.
@@ -134,7 +134,7 @@ def engine_gradients(engine: TrainingEngine) -> dict[str, Tensor]:
 
 
 def _gather_reduced_shards(engine: TrainingEngine) -> None:
-    """Completes the gradient; with the distributed optimizer, a rank sums only its shard of a bucket."""
+    """Completes the gradient: the distributed optimizer sums only a rank's shard of a bucket."""
     for group in [*engine.ddp.bucket_groups, *engine.ddp.expert_parallel_bucket_groups]:
         ranks = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
@@ -209,7 +209,7 @@ def beyond_tolerance(differences: Mapping[str, float]) -> dict[str, float]:
 
 
 def compare_checkpoints(parallel: Parallel, directory: Path, layout: Mapping[str, Any]) -> None:
-    """Writes what differs on this rank, for every checkpoint under a directory with every option."""
+    """Writes the differences on this rank, for all checkpoints and options under a directory."""
     options = json.loads((directory / "options.json").read_text())
     found: dict[str, float] = {}
     for checkpoint in sorted(path for path in directory.iterdir() if path.is_dir()):

@@ -1,4 +1,4 @@
-"""Passes of a training engine over a batch, comparison of their results, and functions on several ranks."""
+"""Passes of a training engine over a batch, compared, and functions on several ranks."""
 
 import os
 from pathlib import Path
@@ -73,7 +73,10 @@ def assert_same_results(actual, expected, *, rtol=1e-5, atol=1e-5):
 
 
 def on_ranks(function, directory, layout, ranks=2):
-    """Calls `function(parallel, directory, layout)` on some ranks; `layout` has fields of MegatronConfig."""
+    """Calls `function(parallel, directory, layout)` on some ranks.
+
+    `layout` has fields of MegatronConfig.
+    """
     spawn(
         _on_a_rank,
         (rank_environment(0, ranks, free_port()), function, str(directory), layout),

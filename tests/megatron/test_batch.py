@@ -62,7 +62,7 @@ def test_context_ranks_have_complete_loss_masks(rank):
 
 
 def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps():
-    """Two groups over two steps, packed with a tool's output in between: equal to the padded batch."""
+    """Two groups over two steps, packed, with a tool's output: equal to the padded batch."""
     masks = [[1, 1, 0, 1], [1], [1, 0], [1, 1, 1]]
     torch.manual_seed(0)
     probs = [torch.rand(len(mask)) for mask in masks]

@@ -1,4 +1,4 @@
-"""Megatron-core without a GPU or transformer-engine, and the environment variables of a launcher."""
+"""megatron-core without a GPU or transformer-engine, and the variables of a launcher."""
 
 import importlib
 import subprocess

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU against torch's own: values to the bit, gradients, and what is saved for the backward pass."""
+"""RMSNorm and SwiGLU against torch: values to the bit, gradients, and saved tensors."""
 
 import weakref
 from types import SimpleNamespace

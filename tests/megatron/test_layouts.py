@@ -1,4 +1,4 @@
-"""train.py on two ranks: every parallel layout gives the metrics of one process on the same data."""
+"""train.py on two ranks: every parallel layout gives the metrics of one process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Log-probs from logits and from hidden states: values and gradients equal log_softmax's, in the memory of one tile."""
+"""Log-probs from logits and hidden states equal log_softmax, in the memory of one tile."""
 
 import math
 
@@ -62,7 +62,10 @@ def dense_log_probs(logits, target, distribution):
 
 
 def fused(distribution=WHOLE, target=TARGETS, total=None):
-    """From hidden states; the gradient of the weight is added to `total`, or becomes the weight's `main_grad`."""
+    """Log-probs from hidden states.
+
+    The gradient of the weight is added to `total`, or becomes the weight's `main_grad`.
+    """
 
     def log_probs(hidden, weight):
         weight.main_grad = torch.zeros(weight.shape) if total is None else total  # megatron-core's
@@ -81,7 +84,10 @@ def from_logits(distribution=WHOLE):
 
 
 def values_and_gradients(log_probs, hidden, weight, grads):
-    """All values, and gradients of hidden states and weight, given [2, rows] gradients of log-probs and entropies."""
+    """All values, and the gradients of hidden states and weight.
+
+    `grads` [2, rows] are the gradients of log-probs and entropies.
+    """
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     values = log_probs(*leaves)
     (torch.stack(values[:2]) * grads).sum().backward()
@@ -211,7 +217,7 @@ def test_sums_over_bfloat16_logits_are_in_float32(implementation, gradient):
 
 
 class Sizes(TorchDispatchMode):
-    """The largest tensor that an operation makes, in entries, except tensors of the weight's size."""
+    """The largest result of an operation, in entries, except tensors of the weight's size."""
 
     def __init__(self, ignored):
         super().__init__()

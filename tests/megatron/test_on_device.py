@@ -1,4 +1,4 @@
-"""Both engines on the device of the run, a GPU where there is one, against transformers on the CPU in float32.
+"""Both engines on the device of the run against transformers on the CPU in float32.
 
 `pytest --device cuda` asks for the GPU; without the option these tests run on the CPU, and are
 skipped on a machine whose GPU the engines would take instead.
@@ -53,7 +53,7 @@ def batch_of():
 
 
 def reference(checkpoint):
-    """Log-probs of the responses, and the norm of the gradient of their mean, by transformers in float32."""
+    """Log-probs of the responses, and the gradient norm of their mean, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     )

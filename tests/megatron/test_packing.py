@@ -144,7 +144,10 @@ def test_the_gradient_of_a_rotation_matches_its_formula():
 
 
 def routed(length, first):
-    """Identifiable rows [length - 1, 2 layers, 2]: first + 10 · position + layer, and + 100 for the second expert."""
+    """Identifiable rows [length - 1, 2 layers, 2]: first + 10 · position + layer.
+
+    The second expert is 100 more.
+    """
     position = torch.arange(length - 1)[:, None, None] * 10
     return (first + position + torch.arange(2)[:, None] + torch.tensor([0, 100])).to(torch.int16)
 
@@ -186,7 +189,7 @@ def test_routing_weights_are_at_the_indices_of_their_tokens(routed_row):
 
 @st.composite
 def packed_ranks(draw):
-    """Sequences of consecutive numbers, some with experts, packed for every context-parallel rank."""
+    """Sequences of consecutive numbers, some with experts, packed for every context rank."""
     lengths = st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans())
     shapes = draw(st.lists(lengths, min_size=1, max_size=5))
     context_size = draw(st.integers(1, 4))

@@ -1,4 +1,4 @@
-"""Logits of response rows only, and shared prompts: results equal those from logits of every row of each sample."""
+"""Response rows only, and shared prompts: results equal those from all rows of all samples."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -65,7 +65,7 @@ def batch_of(parallel):
 
 
 def make_tiles_small(assign):
-    """Tiles of four rows, or of sixteen tokens of the vocabulary: several, although vocabularies are tiny."""
+    """Makes tiles of four rows, or of sixteen tokens, so that tiny vocabularies have several."""
     assign(log_probs, "TILE_BYTES", 4 * 64)
     assign(log_probs, "MIN_COLUMNS", 16)
 

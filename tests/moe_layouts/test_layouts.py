@@ -1,4 +1,4 @@
-"""Mixtures of experts on every parallel layout: training, parity with transformers, and resumption."""
+"""Mixtures of experts on every layout: training, parity with transformers, and resumption."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""train.py with a mixture of experts: routing replay, the remaining mismatch, and samples without experts."""
+"""train.py with a mixture of experts: replay, the mismatch, and samples without experts."""
 
 import json
 
@@ -185,7 +185,7 @@ def spoil(file):
 
 @pytest.fixture(scope="module")
 def spoilt(task, tmp_path_factory):
-    """Flags of a run that loads a rollout without four samples' experts, and metrics before and after."""
+    """Flags of a run that loads its rollout, and metrics with all and without four records."""
     directory = tmp_path_factory.mktemp("spoilt")
     data = str(directory / "{rollout_id}.jsonl")
     flags = [*task, *COARSE, *REPLAY, "--routing-replay-weights", "--num-rollout", "1"]

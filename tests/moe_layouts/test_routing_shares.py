@@ -1,4 +1,4 @@
-"""Every data-parallel rank receives the experts of its own samples from rank 0, and of no others."""
+"""Rank 0 sends every data-parallel rank the experts of that rank's samples."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""transformer-engine's real modules, without a GPU: names of weights, checkpoints, and why float32 is refused.
+"""transformer-engine's real modules, without a GPU: weights, checkpoints, and float32.
 
 The modules ask for a GPU when they are built; `on_cpu` answers for it. Their kernels are not run.
 """

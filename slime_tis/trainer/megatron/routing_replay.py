@@ -348,10 +348,7 @@ def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> N
         for sample in share:
             for name in FIELDS:
                 slots.append((data_rank, sample, name))
-    descriptions: list[tuple[torch.Size, torch.dtype] | None] = []
-    for _, sample, name in slots:
-        value = getattr(sample, name)
-        descriptions.append(None if value is None else (value.shape, value.dtype))
+    descriptions = [_description(getattr(sample, name)) for _, sample, name in slots]
     # Rank 0 tells the other ranks which values exist. The list of descriptions is one object,
     # because every object is sent in a separate message.
     objects = [descriptions]
@@ -366,6 +363,12 @@ def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> N
             if description is not None:
                 value = _received(parallel, *description)
             setattr(sample, name, value)
+
+
+def _description(value: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    if value is None:
+        return None
+    return value.shape, value.dtype
 
 
 def _received(parallel: Parallel, shape: torch.Size, dtype: torch.dtype) -> Tensor:
