@@ -26,22 +26,34 @@ REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch
 ONES = torch.ones_like(REWARDS)
 
 
-def test_estimators_by_hand():
-    expected = 0.5 / (1 / 3) ** 0.5  # deviation of 1, 0, 0, 1 with n − 1 = 3 below
+def test_grpo_by_hand() -> None:
+    expected = 0.5 / (1 / 3) ** 0.5  # the deviation of 1, 0, 0, 1 has n − 1 = 3 below
+    rows = [[expected, -expected, -expected, expected], [0.0] * 4]
     torch.testing.assert_close(
-        grpo(REWARDS),
-        torch.tensor([[expected, -expected, -expected, expected], [0.0] * 4], dtype=torch.float64),
-        atol=5e-6,
-        rtol=0,
+        grpo(REWARDS), torch.tensor(rows, dtype=torch.float64), atol=5e-6, rtol=0
     )
-    rewards = MAX_REWARD * torch.tensor([[1.0, -1.0] * 64], dtype=torch.float64)
-    assert grpo(rewards).sign().equal(rewards.sign()) and rloo(rewards).isfinite().all()
-    rewards = torch.tensor([[3.0, 0.0, 6.0]])
-    assert rloo(rewards).tolist() == [[0.0, -4.5, 4.5]]
+
+
+LARGEST_REWARDS = MAX_REWARD * torch.tensor([[1.0, -1.0] * 64], dtype=torch.float64)
+
+
+def test_grpo_works_at_the_largest_rewards() -> None:
+    assert grpo(LARGEST_REWARDS).sign().equal(LARGEST_REWARDS.sign())
+
+
+def test_rloo_is_finite_at_the_largest_rewards() -> None:
+    assert rloo(LARGEST_REWARDS).isfinite().all()
+
+
+def test_rloo_by_hand() -> None:
+    assert rloo(torch.tensor([[3.0, 0.0, 6.0]])).tolist() == [[0.0, -4.5, 4.5]]
+
+
+def test_reinforce_plus_plus_baseline_by_hand() -> None:
     rewards = torch.tensor([[1.0, -1.0], [0.0, 4.0]], dtype=torch.float64)
     tokens = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
-    # Centred: 1, −1, −2, 2. Token-weighted mean (1 − 3 − 4 + 4) / 8 = −0.25, E x² = (1 + 3 + 8 + 8)
-    # / 8 = 2.5.
+    # Centred rewards are 1, −1, −2, 2. Over tokens their mean is (1 − 3 − 4 + 4) / 8 = −0.25, and
+    # their mean square (1 + 3 + 8 + 8) / 8 = 2.5.
     deviation = (2.5 - 0.0625) ** 0.5
     expected = torch.tensor([[1.25, -0.75], [-1.75, 2.25]], dtype=torch.float64) / deviation
     torch.testing.assert_close(
@@ -52,11 +64,10 @@ def test_estimators_by_hand():
 @pytest.mark.parametrize(
     "estimator", [name for name in ESTIMATORS if name != "optimal_token_baseline"]
 )
-def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages(estimator):
+def test_equal_rewards_without_tokens_have_no_advantage(estimator: Any) -> None:
     config = PolicyConfig(advantage_estimator=estimator)
-    assert (
-        advantages(torch.full((2, 3), 7.0), torch.zeros(2, 3), config).tolist() == [[0.0] * 3] * 2
-    )
+    values = advantages(torch.full((2, 3), 7.0), torch.zeros(2, 3), config)
+    assert values.tolist() == [[0.0] * 3] * 2
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -162,44 +173,47 @@ def test_a_masked_reward_has_no_part_in_a_token_baseline():
     assert found.tolist() == [[0.5, 0.0], [-0.5, 0.0]]
 
 
-def test_options_choose_the_estimator_and_what_follows():
-    torch.testing.assert_close(
-        advantages(REWARDS, ONES, PolicyConfig(advantage_estimator="rloo")), rloo(REWARDS)
-    )
-    torch.testing.assert_close(
-        advantages(
-            REWARDS,
-            ONES,
-            PolicyConfig(disable_grpo_std_normalization=True, normalize_advantages=True),
-        ),
-        whiten(grpo(REWARDS, normalize_std=False), ONES),
-    )
+def test_option_chooses_the_estimator() -> None:
+    config = PolicyConfig(advantage_estimator="rloo")
+    torch.testing.assert_close(advantages(REWARDS, ONES, config), rloo(REWARDS))
 
 
-def test_rejected_samples_are_in_no_baseline_and_get_no_advantage():
-    rewards = torch.tensor(
-        [[1.0, 0.0, 5.0, 2.0], [1.0, 3.0, 3.0, 3.0], [1.0, 2.0, 3.0, 4.0]], dtype=torch.float64
-    )
-    accepted = torch.tensor([[True, True, False, True], [True, False, False, False], [False] * 4])
-    assert grpo(rewards, normalize_std=False, accepted=accepted).tolist() == [
-        [0, -1, 0, 1],
-        [0] * 4,
-        [0] * 4,
-    ]
-    torch.testing.assert_close(
-        grpo(rewards, accepted=accepted)[0],
-        torch.tensor([0.0, -1.0, 0.0, 1.0], dtype=torch.float64),
-        atol=2e-6,
-        rtol=0,
-    )
-    assert rloo(rewards, accepted=accepted).tolist() == [[0, -1.5, 0, 1.5], [0] * 4, [0] * 4]
-    tokens = torch.full_like(rewards, 7.0)
-    plus = reinforce_plus_plus_baseline(rewards, tokens, accepted=accepted)
-    # Over the accepted samples: 0, −1, 1 and 0, mean 0 and variance 1/2.
-    torch.testing.assert_close(
-        plus[0], torch.tensor([0, -(2**0.5), 0, 2**0.5], dtype=torch.float64), atol=1e-5, rtol=0
-    )
-    assert plus[1:].tolist() == [[0] * 4] * 2
+def test_options_choose_scale_after_the_estimator() -> None:
+    config = PolicyConfig(disable_grpo_std_normalization=True, normalize_advantages=True)
+    expected = whiten(grpo(REWARDS, normalize_std=False), ONES)
+    torch.testing.assert_close(advantages(REWARDS, ONES, config), expected)
+
+
+# The groups have three, one and no accepted samples.
+PARTLY_REJECTED = torch.tensor(
+    [[1.0, 0.0, 5.0, 2.0], [1.0, 3.0, 3.0, 3.0], [1.0, 2.0, 3.0, 4.0]], dtype=torch.float64
+)
+ACCEPTED = torch.tensor([[True, True, False, True], [True, False, False, False], [False] * 4])
+
+
+def test_grpo_without_deviation_ignores_rejected_samples() -> None:
+    values = grpo(PARTLY_REJECTED, normalize_std=False, accepted=ACCEPTED)
+    assert values.tolist() == [[0, -1, 0, 1], [0] * 4, [0] * 4]
+
+
+def test_grpo_ignores_rejected_samples() -> None:
+    values = grpo(PARTLY_REJECTED, accepted=ACCEPTED)[0]
+    expected = torch.tensor([0.0, -1.0, 0.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(values, expected, atol=2e-6, rtol=0)
+
+
+def test_rloo_ignores_rejected_samples() -> None:
+    values = rloo(PARTLY_REJECTED, accepted=ACCEPTED)
+    assert values.tolist() == [[0, -1.5, 0, 1.5], [0] * 4, [0] * 4]
+
+
+def test_reinforce_plus_plus_baseline_ignores_rejected_samples() -> None:
+    tokens = torch.full_like(PARTLY_REJECTED, 7.0)
+    values = reinforce_plus_plus_baseline(PARTLY_REJECTED, tokens, accepted=ACCEPTED)
+    # The centred rewards of accepted samples are 0, −1, 1 and 0: mean 0, variance 1/2.
+    expected = torch.tensor([0, -(2**0.5), 0, 2**0.5], dtype=torch.float64)
+    torch.testing.assert_close(values[0], expected, atol=1e-5, rtol=0)
+    assert values[1:].tolist() == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -305,41 +319,51 @@ def test_whitening_an_empty_batch_gives_an_empty_batch():
     assert whiten(torch.zeros(0, 4), torch.zeros(0, 4)).shape == (0, 4)
 
 
-def test_minimum_variance_and_optimal_token_baselines_at_the_limits():
-    # Equal shares give the mean; a ratio of e^800 takes all; without any gradient there is no
-    # baseline.
-    rewards, group = torch.tensor([1.0, 0.0, 4.0, 2.0]), torch.tensor([0, 0, 7, 7])
-    ones, log_weights = torch.ones(4), torch.tensor([0.0, 800.0, 0.0, 0.0])
-    assert minimum_variance_baseline(rewards, group, ones).tolist() == [0.5, -0.5, 1, -1]
-    assert minimum_variance_baseline(rewards, group, ones, log_weights_B=log_weights).tolist() == [
-        1,
-        0,
-        1,
-        -1,
-    ]
-    assert minimum_variance_baseline(rewards, group, torch.zeros(4)).tolist() == rewards.tolist()
-    # Four samples of sure tokens with rewards 1, 0, 1, 0 and energies 1 : 1 : 2 : 4; 1 − 2π + Σπ²
-    # is 0 in float32.
+GROUPED_REWARDS = torch.tensor([1.0, 0.0, 4.0, 2.0])
+GROUPS = torch.tensor([0, 0, 7, 7])
+
+
+def test_equal_gradients_have_the_mean_as_baseline() -> None:
+    values = minimum_variance_baseline(GROUPED_REWARDS, GROUPS, torch.ones(4))
+    assert values.tolist() == [0.5, -0.5, 1, -1]
+
+
+def test_huge_ratio_determines_the_baseline() -> None:
+    log_weights = torch.tensor([0.0, 800.0, 0.0, 0.0])
+    values = minimum_variance_baseline(
+        GROUPED_REWARDS, GROUPS, torch.ones(4), log_weights_B=log_weights
+    )
+    assert values.tolist() == [1, 0, 1, -1]
+
+
+def test_group_without_gradients_has_no_baseline() -> None:
+    values = minimum_variance_baseline(GROUPED_REWARDS, GROUPS, torch.zeros(4))
+    assert values.tolist() == GROUPED_REWARDS.tolist()
+
+
+def test_token_baseline_of_nearly_deterministic_tokens() -> None:
+    # Energies are 1 : 1 : 2 : 4. In float32, 1 − 2π + Σπ² is 0.
     log_probs = -torch.tensor([[1.0], [1.0], [2.0**0.5], [2.0]]) * 1e-9
-    found = optimal_token_baseline(
+    values = optimal_token_baseline(
         torch.tensor([[1.0], [0.0], [1.0], [0.0]]),
         torch.ones(4, 1),
         torch.zeros(4, dtype=torch.int64),
         log_probs,
         (2 * log_probs).exp(),
     )
-    assert found.flatten().tolist() == pytest.approx(
-        [1 - 3 / 8, -3 / 8, 1 - 3 / 8, -3 / 8], rel=1e-4
-    )
+    expected = [1 - 3 / 8, -3 / 8, 1 - 3 / 8, -3 / 8]
+    assert values.flatten().tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_token_without_a_log_prob_has_no_energy() -> None:
+    # Other energies are equal: paths are 1, 1, 1 and 2, 1, 2.
     log_probs = torch.tensor([[-1.0, -1.0], [-1.0, math.nan], [-1.0, -1.0]])
-    rewards, group = (
+    values = optimal_token_baseline(
         torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 1.0]]),
+        torch.ones(3, 2),
         torch.zeros(3, dtype=torch.int64),
+        log_probs,
+        (2 * log_probs).exp(),
     )
-    found = optimal_token_baseline(
-        rewards, torch.ones(3, 2), group, log_probs, (2 * log_probs).exp()
-    )
-    # Energies are equal but for the second sample's second token: paths 1, 1, 1 and 2, 1, 2.
-    torch.testing.assert_close(
-        found, torch.tensor([[-1.0, -0.6], [2.0, 2.4], [-1.0, -0.6]], dtype=torch.float64)
-    )
+    expected = [[-1.0, -0.6], [2.0, 2.4], [-1.0, -0.6]]
+    torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float64))
