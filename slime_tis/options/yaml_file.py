@@ -153,7 +153,7 @@ def _check_nesting(text: str, path: Path) -> None:
 
 
 def _plain(node: Any, file: str) -> Any:
-    """Returns a node as mappings, lists, text and None; refuses repeated keys, as PyYAML does not."""
+    """Returns a node as mappings, lists, text and None; unlike PyYAML, refuses repeated keys."""
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, file) for item in node.value]
     if isinstance(node, yaml.ScalarNode):

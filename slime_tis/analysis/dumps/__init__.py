@@ -1,1 +1,1 @@
-"""Per-token dumps of training: the table, its files, readers of other projects' dumps, and what-if."""
+"""Per-token dumps: the table, its files, readers of other projects' dumps, and what-if."""

@@ -5,8 +5,8 @@ columns. Files are written and read in row groups, so they may be larger than me
 
 slime's `--save-debug-train-data` (THUDM/slime, slime/observability/train_data_utils.py,
 format_version 2) saves {"format_version": 2, "rollout_id", "rank", "samples": [one dict per
-sample], "dp_shards"}. Samples use slime's keys for the columns that slime has, and the table's names
-for the others. The key "metadata" has the table's metadata.
+sample], "dp_shards"}. Samples use slime's keys for the columns that slime has, and the table's
+names for the others. The key "metadata" has the table's metadata.
 """
 
 import json
@@ -40,8 +40,8 @@ KEY = b"slime_tis"
 """Key in the metadata of the file. The value is {"schema_version", "metadata", "experts_shape"} as
 JSON."""
 ROW_GROUP_BYTES = 1 << 26
-"""Bytes of a row group, and of a batch that is read, after decoding: about a million tokens. Each has
-at least one sample."""
+"""Bytes of a row group and of a read batch after decoding: about a million tokens, at least one
+sample."""
 PYTHON_NUMBER_BYTES = 32
 """Memory of a float in a Python list."""
 MAX_GROUP_BYTES = 1 << 30
@@ -273,7 +273,7 @@ def _decoded_bytes(group: Any, names: Sequence[str], value_bytes: int) -> int:
 
 
 def is_too_large(size: int, file_bytes: int) -> bool:
-    """Whether content takes too much memory for the size of its file, as in a decompression bomb."""
+    """Returns whether content is too large in memory for its file, as in a decompression bomb."""
     return size > max(MAX_GROUP_BYTES, MAX_EXPANSION * file_bytes)
 
 

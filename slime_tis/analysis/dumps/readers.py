@@ -150,7 +150,7 @@ def _random_part(
 def _thinned(
     tables: Sequence[TokenTable], priorities: Sequence[Column], max_tokens: int
 ) -> tuple[list[TokenTable], list[Column], float]:
-    """The samples with the lowest numbers as one table, these numbers, and the lowest other number."""
+    """The samples with the lowest numbers as one table, their numbers, and the lowest other one."""
     table = TokenTable.concatenate(tables)
     priority = np.concatenate(priorities)
     chosen = lowest_priorities(priority, table.response_length, max_tokens)
@@ -159,7 +159,7 @@ def _thinned(
 
 
 def dump_files(path: Path) -> list[Path]:
-    """Returns the dumps in a directory, sorted by the numbers in their names; empty without dumps."""
+    """Returns the dumps in a directory, sorted by the numbers in their names."""
     candidates = [files_of_run(path)]
     candidates += [list(path.glob(pattern)) for pattern in PATTERNS]
     for matches in candidates:

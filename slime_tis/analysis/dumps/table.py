@@ -109,7 +109,7 @@ class SampleParts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenTable:
-    """Response tokens of samples as columns. Every column except log-probs and loss mask may be None.
+    """Response tokens as columns. Every column except log-probs and loss mask may be None.
 
     Log-probs are in nats, NaN if an engine returned none. Masked tokens (`loss_mask` 0) are
     included; their log-probs have no meaning.
@@ -339,7 +339,7 @@ class TokenTable:
         return replace(self, offsets=offsets, **columns)
 
     def of_worker(self, name: str) -> Self:
-        """Returns the samples with tokens from one rollout server; other servers' tokens are masked."""
+        """Returns the samples with tokens from one rollout server, and masks all other tokens."""
         assert self.rollout_worker is not None
         names = self.metadata.get("workers") or ()
         workers = np.unique(self.rollout_worker)
@@ -349,7 +349,7 @@ class TokenTable:
         return replace(self, loss_mask=mask.astype(np.uint8)).select(samples)
 
     def sampled(self, max_tokens: int) -> Self:
-        """Returns random samples with at most `max_tokens` response tokens; the table if it is smaller.
+        """Returns random samples with at most `max_tokens` response tokens; a small table itself.
 
         Samples are chosen uniformly, and stay complete and in order. `metadata["sampled"]` has the
         original size.

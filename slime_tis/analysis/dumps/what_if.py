@@ -78,8 +78,8 @@ class WhatIf:
     """As `cosine`, with the exact ratio of the sequence, Π_t ρ_t."""
     sequence_norm_ratio: float | None
     steps: int | None
-    """Number of steps that a correction with batch statistics used; None for other corrections, which
-    take all tokens at once."""
+    """Number of steps that a correction with batch statistics used. None for others: they take all
+    tokens at once."""
     metrics: dict[str, float]
     """All metrics of the step under the names of docs/metrics.md, without `train/`."""
 
@@ -117,7 +117,7 @@ def corrections() -> dict[str, RolloutCorrectionConfig]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Batches:
-    """Inputs of the policy loss and the exact gradients: one batch of all samples, or one per step."""
+    """Inputs of the policy loss and exact gradients: one batch of all samples, or one per step."""
 
     inputs: tuple[LossInputs, ...]
     has_advantages: bool
@@ -199,8 +199,8 @@ def _row_of_function(
     row = _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=custom))
     row = replace(row, flags=f"--use-tis --custom-tis-function-path {path}")
     old_L = old_log_probs(inputs, step).detach()
-    # A loss of 1 per token turns the function's output into its weights. The row before has used the
-    # random numbers of `custom`.
+    # A loss of 1 per token turns the function's output into its weights. `custom` has used up its
+    # random numbers.
     loss_L, mask_L, *_ = CustomTis(function=function, args=args, seed=0)(
         inputs.tokens,
         loss_L=torch.ones_like(old_L).requires_grad_() * 1,  # no leaf: it may be changed in place
@@ -287,7 +287,7 @@ def flags_of(config: RolloutCorrectionConfig) -> str:
 
 
 def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
-    """The batches with the gradients of −ρ·A·log π_θ, for unbounded ratios ρ of tokens and sequences."""
+    """The batches with gradients of −ρ·A·log π_θ, for exact ratios ρ of tokens and sequences."""
     batches = _Batches(
         inputs=tuple(loss_inputs(part) for part in parts),
         has_advantages=parts[0].advantage is not None and any(part.tokens for part in parts),
@@ -323,7 +323,7 @@ def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tenso
 
 
 def _steps(table: TokenTable, max_steps: int) -> list[TokenTable]:
-    """One table for each of at most `max_steps` optimizer steps; one table without a step column."""
+    """At most `max_steps` tables of one optimizer step each; one table without a step column."""
     if table.step is None or not len(table):
         return [table]
     order = np.argsort(table.step, kind="stable")
@@ -412,7 +412,7 @@ def _loss_step(
 def annotated(
     table: TokenTable, config: RolloutCorrectionConfig, accepted: Bool, global_batch: GlobalBatch
 ) -> TokenTable:
-    """Returns the table with weights before bounds, the criteria that reject each token, and vetoes.
+    """Returns the table with weights before bounds, rejecting criteria of each token, and vetoes.
 
     Args:
         table: Complete samples of one step.

@@ -1,1 +1,1 @@
-"""Metrics from the logs of other programs: W&B, TensorBoard, trainer_state.json, CSV and verl's console log."""
+"""Metrics from other programs' logs: W&B, TensorBoard, trainer_state.json, CSV, verl's console."""

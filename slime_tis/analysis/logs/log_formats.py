@@ -1,6 +1,6 @@
-"""Readers of log files. Each yields (step, name, value) from an open regular file and reads it in small pieces.
+"""Readers of log files. Each yields (step, name, value) from an open file, in small pieces.
 
-They raise ValueError with what is wrong, or an exception of `DAMAGES`; `read_log` names the file.
+They raise ValueError with the problem, or another exception of `DAMAGES`; `read_log` adds the file.
 """
 
 import csv
@@ -20,7 +20,7 @@ Value = tuple[float, str, float]
 MAX_LINE = 1 << 20
 """Longest line of a text log, bytes."""
 MAX_JSON = 1 << 26
-"""Largest JSON file, bytes: it is parsed at once."""
+"""Largest JSON file, bytes. It is parsed at once."""
 MAX_JSON_VALUES = 2_000_000
 """Values of a JSON file; each takes up to 150 bytes in Python."""
 MAX_RECORD = 1 << 26
@@ -40,6 +40,7 @@ CONSOLE_VALUE = re.compile(
     r" - ([^\s:]+):(?:[\w.]+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))", re.IGNORECASE
 )
 LEVELDB_BLOCK = 32_768
+"""Size of the blocks of a W&B file, bytes."""
 WANDB_HEADER = b":W&B"
 DAMAGES = (
     ValueError,
@@ -51,32 +52,32 @@ DAMAGES = (
     OverflowError,
     RecursionError,
 )
-"""What a reader raises for damaged content."""
+"""Exceptions of readers for damaged content."""
 
 
 class Reader(NamedTuple):
-    """How one kind of log is found and read."""
+    """One kind of log: its files and its reader."""
 
     pattern: str
     """Pattern of the file's name."""
-    places: tuple[str, ...]
-    """Folders of a run in which the program that writes it puts the file, as patterns; its own
-    folder is always one."""
+    folders: tuple[str, ...]
+    """Patterns of the folders in a run that may have the file, besides the run's top folder."""
     read: Callable[[BinaryIO, Path], Iterator[Value]]
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """The lines of a text file, with damaged characters replaced."""
+    """Yields the lines of a text file, with damaged characters replaced."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
             raise ValueError(f"line {number} has more than {MAX_LINE:,} bytes")
-        yield line.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace")
+        encoding = "utf-8-sig" if number == 1 else "utf-8"  # without a byte order mark
+        yield line.decode(encoding, errors="replace")
 
 
 def _number(value: Any) -> float | None:
-    """A JSON number as a float, ±inf beyond a float's range; None for anything else."""
+    """A JSON number as a float, ±inf beyond the range of floats; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -86,7 +87,7 @@ def _number(value: Any) -> float | None:
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[Value]:
-    """The numbers of a row that has a step."""
+    """Yields the numbers of a row that has a step."""
     step = None
     for name, value in row.items():
         if str(name).lower() in STEP_COLUMNS and step is None:
@@ -100,7 +101,7 @@ def _numbers(row: dict[str, Any]) -> Iterator[Value]:
 
 
 def tensorboard(file: BinaryIO, path: Path) -> Iterator[Value]:
-    """The scalars of an event file."""
+    """Yields the scalars in an event file."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.util import tensor_util
 
@@ -109,37 +110,38 @@ def tensorboard(file: BinaryIO, path: Path) -> Iterator[Value]:
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 yield event.step, value.tag, value.simple_value
-            elif (
-                value.HasField("tensor")
-                and not value.tensor.tensor_shape.dim
-                and value.tensor.dtype in (1, 2)
-            ):
-                yield event.step, value.tag, float(tensor_util.make_ndarray(value.tensor))
+            elif value.HasField("tensor"):
+                # Newer writers use tensors without dimensions; 1 and 2 are DT_FLOAT and DT_DOUBLE.
+                tensor = value.tensor
+                if not tensor.tensor_shape.dim and tensor.dtype in (1, 2):
+                    yield event.step, value.tag, float(tensor_util.make_ndarray(tensor))
 
 
 def _tfrecords(file: BinaryIO) -> Iterator[bytes]:
-    """The records of a TFRecord file with correct checksums, up to a truncated one.
+    """Yields the records of a TFRecord file up to a truncated one, and checks their checksums.
 
     Format: length (8 bytes), its checksum (4), data, their checksum (4).
     """
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    place = 0
+    offset = 0
     while len(head := file.read(12)) == 12:
-        length, checksum = struct.unpack("<QI", head)
-        if masked_crc32c(head[:8]) != checksum or length > MAX_RECORD:
-            raise ValueError(f"the record at byte {place} is damaged")
-        data = file.read(length + 4)
-        if len(data) < length + 4:
+        length, length_checksum = struct.unpack("<QI", head)
+        if masked_crc32c(head[:8]) != length_checksum or length > MAX_RECORD:
+            raise ValueError(f"the record at byte {offset} is damaged")
+        tail = file.read(length + 4)
+        if len(tail) < length + 4:  # the run was killed while it wrote
             return
-        if masked_crc32c(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
-            raise ValueError(f"the record at byte {place} is damaged")
-        yield data[:-4]
-        place += len(head) + len(data)
+        data = tail[:-4]
+        (checksum,) = struct.unpack("<I", tail[-4:])
+        if masked_crc32c(data) != checksum:
+            raise ValueError(f"the record at byte {offset} is damaged")
+        yield data
+        offset += len(head) + len(tail)
 
 
 def wandb(file: BinaryIO, path: Path) -> Iterator[Value]:
-    """The history of an offline run."""
+    """Yields the history of an offline run."""
     try:
         from wandb.proto.wandb_internal_pb2 import Record
     except ImportError:
@@ -158,18 +160,18 @@ def wandb(file: BinaryIO, path: Path) -> Iterator[Value]:
 
 
 def wandb_records(file: BinaryIO) -> Iterator[bytes]:
-    """The records of a W&B file, a LevelDB log after a header of 7 bytes, up to a truncated one.
+    """Yields the records of a W&B file up to a truncated one: a LevelDB log after a 7-byte header.
 
     Format: blocks of 32 KiB of fragments, which never cross the end of a block. A fragment is
     checksum (4 bytes, CRC-32 of type and data), length (2), type (1: complete, 2: first, 3: middle,
     4: last) and data. Less than 7 bytes at the end of a block are padding. wandb removed its own
     Python reader in 2025.
     """
-    place = 0
+    offset = 0  # of the block in the file
     parts: list[bytes] = []
     while block := file.read(LEVELDB_BLOCK):
-        start = 7 if place == 0 else 0
-        if place == 0 and not block.startswith(WANDB_HEADER):
+        start = 7 if offset == 0 else 0  # of the fragment in the block
+        if offset == 0 and not block.startswith(WANDB_HEADER):
             raise ValueError("it does not begin with W&B's header")
         is_last = len(block) < LEVELDB_BLOCK
         while start + 7 <= len(block):
@@ -177,34 +179,32 @@ def wandb_records(file: BinaryIO) -> Iterator[bytes]:
             data = block[start + 7 : start + 7 + length]
             if len(data) < length and is_last and kind in (1, 2, 3, 4):
                 return  # the run was killed while it wrote
-            if kind == 0 and not any(block[start:]):
+            if not any(block[start:]):
                 break  # a preallocated end
-            if (
-                len(data) < length
-                or kind not in (1, 2, 3, 4)
-                or zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum
-            ):
-                raise ValueError(f"the record at byte {place + start} is damaged")
-            if (kind in (1, 2)) == bool(parts):
-                raise ValueError(f"the record at byte {place + start} is out of order")
+            is_valid = kind in (1, 2, 3, 4) and len(data) == length
+            if not is_valid or zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum:
+                raise ValueError(f"the record at byte {offset + start} is damaged")
+            starts_record = kind in (1, 2)
+            if starts_record == bool(parts):
+                raise ValueError(f"the record at byte {offset + start} is out of order")
             parts.append(data)
             if sum(map(len, parts)) > MAX_RECORD:
                 raise ValueError(
-                    f"the record at byte {place + start} has more than {MAX_RECORD >> 20} MiB"
+                    f"the record at byte {offset + start} has more than {MAX_RECORD >> 20} MiB"
                 )
             if kind in (1, 4):
                 yield b"".join(parts)
                 parts = []
             start += 7 + length
-        place += len(block)
+        offset += len(block)
 
 
 def trainer_state(file: BinaryIO, path: Path) -> Iterator[Value]:
-    """The log history of transformers and TRL."""
+    """Yields the log history of transformers and TRL."""
     text = file.read(MAX_JSON + 1)
     if len(text) > MAX_JSON:
         raise ValueError(f"it has more than {MAX_JSON >> 20} MiB")
-    if text.count(b",") > MAX_JSON_VALUES:
+    if text.count(b",") > MAX_JSON_VALUES:  # a bound that needs no parsing
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     state = json.loads(text)
     history = state.get("log_history", []) if isinstance(state, dict) else None
@@ -217,22 +217,23 @@ def trainer_state(file: BinaryIO, path: Path) -> Iterator[Value]:
 
 
 def csv_table(file: BinaryIO, path: Path) -> Iterator[Value]:
-    """A table with a step column, or a chart that W&B or TensorBoard exported."""
+    """Yields a table with a step column, or a chart that W&B or TensorBoard exported."""
     rows = csv.reader(_lines(file))
     header = next(rows, [])
     lower = [name.strip().lower() for name in header]
-    step = next((lower.index(name) for name in STEP_COLUMNS if name in lower), None)
-    if step is None:
+    step_columns = [lower.index(name) for name in STEP_COLUMNS if name in lower]
+    if not step_columns:
         return
-    names = _csv_names(header, step, path)
+    step_column = step_columns[0]
+    names = _csv_names(header, step_column, path)
     for row in rows:
-        place = _float(row[step]) if step < len(row) else None
-        if place is None:
+        step = _float(row[step_column]) if step_column < len(row) else None
+        if step is None:
             continue
-        for name, text in zip(names, row, strict=False):
-            number = _float(text) if name else None
-            if number is not None:
-                yield place, name, number
+        for name, text in zip(names, row, strict=False):  # the last row may be cut
+            number = _float(text)
+            if name and number is not None:
+                yield step, name, number
 
 
 def _float(text: str) -> float | None:
@@ -243,7 +244,7 @@ def _float(text: str) -> float | None:
 
 
 def _csv_names(header: list[str], step: int, path: Path) -> list[str]:
-    """The metric of each column; empty for the columns that are none.
+    """The metric of each column; empty for a column that is not a metric.
 
     W&B exports `"Step","RUN - METRIC","RUN - METRIC__MIN","RUN - METRIC__MAX"`; TensorBoard `Wall
     time,Step,Value` in a file run-RUN-tag-TAG.csv, with _ for / in TAG.
@@ -251,13 +252,11 @@ def _csv_names(header: list[str], step: int, path: Path) -> list[str]:
     others = [name for index, name in enumerate(header) if index != step]
     if [name.strip().lower() for name in others] == ["wall time", "value"]:
         tag = path.stem.rpartition("tag-")[2]
-        by_file_name = {
-            name.replace("/", "_"): name for name in (*PEER_METRICS, *sorted(MISMATCH_NAMES))
-        }
-        return [
-            "" if name != "Value" else by_file_name.get(tag, tag)
-            for name in (name.strip() for name in header)
-        ]
+        metric = tag
+        for name in (*PEER_METRICS, *sorted(MISMATCH_NAMES)):
+            if name.replace("/", "_") == tag:
+                metric = name
+        return [metric if name.strip() == "Value" else "" for name in header]
     is_export = bool(others) and all(" - " in name for name in others)
     if not is_export:
         return ["" if index == step else name.strip() for index, name in enumerate(header)]
@@ -272,7 +271,7 @@ def _csv_names(header: list[str], step: int, path: Path) -> list[str]:
 
 
 def console(file: BinaryIO, path: Path) -> Iterator[Value]:
-    """verl's console log."""
+    """Yields the metrics in verl's console log."""
     for line in _lines(file):
         match = CONSOLE_LINE.search(line)
         if match is None:
@@ -296,5 +295,8 @@ READERS = (
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an exception means damaged content; protobuf's DecodeError is known by name, as it is optional."""
+    """Returns whether an exception means damaged content.
+
+    protobuf is optional, so its DecodeError is recognized by name.
+    """
     return isinstance(error, DAMAGES) or type(error).__name__ == "DecodeError"

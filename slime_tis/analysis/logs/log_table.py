@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from slime_tis.analysis.logs.peer_metrics import OWN_PREFIXES, PEER_METRICS
+from slime_tis.analysis.logs.peer_metrics import AGE, OWN_PREFIXES, PEER_METRICS
 from slime_tis.health import METRIC_PREFIXES
 
 MAX_STEPS = 200_000
@@ -14,20 +14,23 @@ MAX_STEP = 2**53
 """Largest number of a step, exact as a float."""
 MAX_METRICS = 20
 """Metrics below KEPT_PREFIXES that are kept, the first ones of a log."""
+
+
+def _with_prefixes(*names: str) -> set[str]:
+    """Each name below each of METRIC_PREFIXES."""
+    metrics: set[str] = set()
+    for prefix in METRIC_PREFIXES:
+        metrics.update(prefix + name for name in names)
+    return metrics
+
+
 MISMATCH_NAMES = frozenset(
-    [
-        *(peer.metric for peer in PEER_METRICS.values()),
-        *(
-            prefix + name
-            for prefix in METRIC_PREFIXES
-            for name in ("mismatch_k3_kl", "mismatch_kl")
-        ),
-        *(prefix + "train_rollout_logprob_abs_diff" for prefix in METRIC_PREFIXES),
-    ]
-) - {"rollout/weight_staleness"}
+    ({peer.metric for peer in PEER_METRICS.values()} - {AGE})
+    | _with_prefixes("mismatch_k3_kl", "mismatch_kl", "train_rollout_logprob_abs_diff")
+)
 """Names of the metrics that compare the engines."""
-KEPT_NAMES = MISMATCH_NAMES | {
-    "rollout/weight_staleness",
+RUN_NAMES = {
+    AGE,
     "rollout/update_received",
     "rollout/raw_reward",
     "train/entropy_gap",
@@ -35,29 +38,32 @@ KEPT_NAMES = MISMATCH_NAMES | {
     "train/grad_norm",
     "train/without_replay/mismatch_k3_kl",
     "train/with_replay/mismatch_k3_kl",
-    *(
-        prefix + name
-        for prefix in METRIC_PREFIXES
-        for name in (
-            "nonfinite_token_fraction",
-            "mismatch_k3_kl_staleness_0",
-            "mismatch_chi2_token",
-            "mismatch_ppl_ratio",
-            "mis_eff_sample_size",
-            "mis_mean_is_weight_before_clip",
-            "mis_ratio_mean_after_mis",
-            "mis_rs_masked_fraction",
-            "mis_catastrophic_seq_fraction",
-            "mis_mask_fraction_high",
-        )
-    ),
 }
-"""Metrics that the diagnosis or the report reads; of the others only their step is kept."""
+"""Metrics of a run that the diagnosis or the report reads."""
+CORRECTION_NAMES = _with_prefixes(
+    "nonfinite_token_fraction",
+    "mismatch_k3_kl_staleness_0",
+    "mismatch_chi2_token",
+    "mismatch_ppl_ratio",
+    "mis_eff_sample_size",
+    "mis_mean_is_weight_before_clip",
+    "mis_ratio_mean_after_mis",
+    "mis_rs_masked_fraction",
+    "mis_catastrophic_seq_fraction",
+    "mis_mask_fraction_high",
+)
+"""Metrics of the correction that they read."""
+KEPT_NAMES = MISMATCH_NAMES | RUN_NAMES | CORRECTION_NAMES
+"""All metrics that are kept. From others, only the step is kept."""
 KEPT_PREFIXES = ("eval/", "health/")
+"""Prefixes of other metrics that are kept, up to MAX_METRICS."""
 
 
 class LogTable(Sequence[Mapping[str, float]]):
-    """Rows of metrics, one per step in ascending order, each with "step"; of equal steps the first value counts."""
+    """Rows of metrics with "step", one per step, in ascending order.
+
+    If a metric is logged twice at a step, the first value counts.
+    """
 
     def __init__(self) -> None:
         self._row_of_step: dict[int, int] = {}
@@ -74,7 +80,7 @@ class LogTable(Sequence[Mapping[str, float]]):
         Raises:
             ValueError: The step is not finite or too large, or there are too many steps.
         """
-        if not abs(step) <= MAX_STEP:  # NaN, too
+        if not abs(step) <= MAX_STEP:  # also true for NaN
             raise ValueError(f"it has the step {step:g}, which is no number of steps")
         row = self._row_of_step.setdefault(int(step), len(self._row_of_step))
         if row >= MAX_STEPS:
@@ -87,6 +93,7 @@ class LogTable(Sequence[Mapping[str, float]]):
             value = PEER_METRICS[name].convert(value)
         column = self._columns.setdefault(metric, array("d"))
         is_present = self._is_present.setdefault(metric, bytearray())
+        # A column is as long as the last row that has its metric.
         missing = row + 1 - len(column)
         if missing > 0:
             column.frombytes(bytes(8 * missing))
@@ -100,10 +107,10 @@ class LogTable(Sequence[Mapping[str, float]]):
         peer = PEER_METRICS.get(name)
         if peer is not None:
             return peer.framework, peer.metric
-        framework = next(
-            (OWN_PREFIXES[prefix] for prefix in OWN_PREFIXES if name.startswith(prefix)), ""
-        )
-        return framework, name
+        for prefix, framework in OWN_PREFIXES.items():
+            if name.startswith(prefix):
+                return framework, name
+        return "", name
 
     def _is_kept(self, name: str) -> bool:
         if name in KEPT_NAMES or name in self._columns:
@@ -137,18 +144,19 @@ class LogTable(Sequence[Mapping[str, float]]):
     def __getitem__(self, index: slice) -> list["LogRow"]: ...
     def __getitem__(self, index: int | slice) -> "LogRow | list[LogRow]":
         if isinstance(index, slice):
-            return [LogRow(self, *place) for place in self._rows()[index]]
-        return LogRow(self, *self._rows()[index])
+            return [LogRow(self, step, row) for step, row in self._rows()[index]]
+        step, row = self._rows()[index]
+        return LogRow(self, step, row)
 
     def value(self, row: int, name: str) -> float | None:
-        """The value of a metric in the row with this number; None if it was not logged."""
+        """Returns the value of a metric in the row with this number; None if it was not logged."""
         is_present = self._is_present.get(name)
         if is_present is None or row >= len(is_present) or not is_present[row]:
             return None
         return self._columns[name][row]
 
     def names(self, row: int) -> list[str]:
-        """Names of the metrics that the row with this number has."""
+        """Returns the names of the metrics in the row with this number."""
         return [name for name in self._columns if self.value(row, name) is not None]
 
 
@@ -163,13 +171,16 @@ class LogRow(Mapping[str, float]):
         self._row = row
 
     def __getitem__(self, name: str) -> float:
-        value = self._step if name == "step" else self._table.value(self._row, name)
+        value: float | None = self.get(name)
         if value is None:
             raise KeyError(name)
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a metric, without the exception of Mapping.get, as reports ask for each name in each row."""
+        """Returns the value of a metric.
+
+        Mapping.get would catch an exception for each missing value, which is slow in a report.
+        """
         value = self._step if name == "step" else self._table.value(self._row, name)
         return default if value is None else value
 

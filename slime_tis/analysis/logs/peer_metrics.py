@@ -1,4 +1,4 @@
-"""Names of mismatch metrics in the logs of other frameworks, and how each framework writes tokens.
+"""Mismatch metrics in the logs of other frameworks, and how each framework writes tokens.
 
 Read in the sources of November 2026: TRL 1.16.0, verl 0.9.1 (`utils/debug/metrics.py`,
 `rollout_corr_helper.py`), AReaL (`areal/trainer/ppo/actor.py`), SkyRL (`trainer.py`), NeMo-RL
@@ -17,7 +17,7 @@ AGE = "rollout/weight_staleness"
 
 
 class PeerMetric(NamedTuple):
-    """Our name of another framework's metric, and our value from its value."""
+    """Another framework's metric: our name, and the function that gives our value."""
 
     framework: str
     metric: str
@@ -25,12 +25,12 @@ class PeerMetric(NamedTuple):
 
 
 def log_of_mean_ratio(value: float) -> float:
-    """Mean abs(Δ) from NeMo-RL's mean of exp(abs(Δ)), which is never below 1."""
+    """Returns an estimate of mean abs(Δ) from NeMo-RL's mean of exp(abs(Δ)), at least 1."""
     return math.log(value) if value > 0 else -math.inf
 
 
 def negated(value: float) -> float:
-    """−value."""
+    """Returns −value."""
     return -value
 
 
@@ -63,7 +63,7 @@ PEER_METRICS: dict[str, PeerMetric] = {
     "train/mis_k3_kl": PeerMetric("slime", K3),
 }
 OWN_PREFIXES = {"correction/": "TRL"}
-"""Frameworks whose log has our metrics, by the prefix of our adapter."""
+"""Frameworks whose logs have our metrics, by the prefix of our adapter."""
 
 DUMP_ADVICE = {
     "TRL": "pass dump_dir=DIR to RolloutCorrectionMixin (docs/adapters.md)",
@@ -86,5 +86,5 @@ OTHER_DUMP_ADVICE = (
 
 
 def dump_advice(framework: str) -> str:
-    """How the user of a framework writes tokens that this program reads."""
+    """Returns how users of a framework write tokens that this program reads."""
     return DUMP_ADVICE.get(framework, OTHER_DUMP_ADVICE)

@@ -120,7 +120,7 @@ METRIC_PREFIXES. A name that ends in / means all metrics directly below it."""
 class Group(NamedTuple):
     """Runs that differ only in `PER_RUN_OPTIONS`.
 
-    The name of a single run is the run's name. The name of several runs lists the options that differ
+    A single run gives the group its name. The name of several runs lists the options that differ
     between groups.
     """
 

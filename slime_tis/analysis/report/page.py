@@ -85,7 +85,7 @@ def page_data(
 ) -> dict[str, Any]:
     """Returns the data of the page.
 
-    All entries are JSON values, except the arrays in `samples`: `page_samples.packed` converts them.
+    All entries are JSON values, except arrays in `samples`: `page_samples.packed` converts them.
 
     Args:
         sources: Runs or dumps. Tables of samples and corrections show the first one.

@@ -287,7 +287,7 @@ def _peek_at_model(flags: Sequence[Flag]) -> dict[str, Any] | None:
 
 
 def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
-    """Derives global_batch_size and num_steps_per_rollout from each other; one step if both are unset."""
+    """Derives global_batch_size from num_steps_per_rollout, or back; one step if both are unset."""
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     total = f"a rollout has {samples} samples (--rollout-batch-size × --n-samples-per-prompt)"
     if samples > MOST_SAMPLES:

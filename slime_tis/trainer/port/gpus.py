@@ -1,4 +1,4 @@
-"""Which GPUs train and which serve: slime's placement flags as torchrun's ranks and launched SGLang servers."""
+"""slime's placement flags as torchrun's ranks and launched SGLang servers."""
 
 import math
 import re
@@ -44,11 +44,11 @@ class Placement:
 
 
 def place(given: Mapping[str, Flag]) -> Placement:
-    """Returns ranks that hold complete replicas and divide a step's samples, and servers on the GPUs that are left.
+    """Returns ranks with complete replicas that divide a step's samples, and servers on other GPUs.
 
-    With --colocate half of each node's GPUs train, if the layout fits them, and else all of them.
-    `--sglang-launch` starts servers on the first machine only, so that with several nodes they have
-    to be started by hand.
+    With --colocate, half of each node's GPUs train if the layout fits them, otherwise all.
+    `--sglang-launch` starts servers only on the first machine. With several nodes, servers must be
+    started by hand.
     """
     nodes = count(given, "--actor-num-nodes", 1)
     trained = min(count(given, "--actor-num-gpus-per-node", GPUS_PER_NODE), MAX_GPUS)
@@ -81,7 +81,7 @@ def place(given: Mapping[str, Flag]) -> Placement:
 
 
 def _fits(given: Mapping[str, Flag], ranks: int) -> bool:
-    """Whether ranks hold complete replicas of the layers and of the experts, and divide a step's samples."""
+    """Whether ranks hold complete replicas of layers and experts, and divide a step's samples."""
     replica = _replica(given)
     tensor = count(given, "--tensor-model-parallel-size", 1)
     pipeline = count(given, "--pipeline-model-parallel-size", 1)
@@ -99,7 +99,7 @@ def _replica(given: Mapping[str, Flag]) -> int:
 
 
 def count(given: Mapping[str, Flag], name: str, default: int) -> int:
-    """Returns the number that a flag has, or the default if it is missing or no positive whole number."""
+    """Returns a flag's positive whole number; the default if it is missing or something else."""
     values = given[name].values if name in given else ()
     is_count = len(values) == 1 and re.fullmatch(r"[1-9][0-9]{0,8}", values[0])
     return int(values[0]) if is_count else default

@@ -36,9 +36,15 @@ ARITHMETIC = {
 """Operators in `$((…))` that are calculated, by Python's names."""
 PROGRAMS = ("train.py", "train_async.py")
 
-OPEN, CLOSE, BREAK, QUOTE = "\ue000", "\ue001", "\ue002", "\ue003"
-"""Marks in expanded text: OPEN SOURCE CLOSE is an unknown value, BREAK divides words, QUOTE begins
-quoted text."""
+# Marks in expanded text. `_text_of` removes these characters from scripts.
+OPEN = "\ue000"
+"""Begins the source text of an unknown value."""
+CLOSE = "\ue001"
+"""Ends it."""
+BREAK = "\ue002"
+"""Divides words."""
+QUOTE = "\ue003"
+"""Begins quoted text, which is a word even if it is empty."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 UNBRACED = re.compile(rf"\\.|'[^']*'|\$({NAME})", re.DOTALL)
@@ -142,7 +148,8 @@ class LaunchScript:
                         "the script runs training more than once; this is the last command"
                     ] = None
                 self.notes |= met
-                self.program, self.words = name, []
+                self.program = name
+                self.words = []
                 for each in words[index + 1 :]:
                     array = UNSET_ARRAY.fullmatch(each)
                     if array and array[1] == "MODEL_ARGS":
@@ -158,17 +165,17 @@ class LaunchScript:
                 return
 
     def _assign(self, node: Node, conditional: bool) -> None:
-        name, value = _text(node.child_by_field_name("name")), node.child_by_field_name("value")
+        name = _text(node.child_by_field_name("name"))
+        value = node.child_by_field_name("value")
         self.met = set()
-        append, is_array = (
-            node.children[1].type == "+=",
-            value is not None and value.type == "array",
-        )
-        words = (
-            self._words(value.named_children)
-            if value and is_array
-            else [self._value(value) if value else ""]
-        )
+        append = node.children[1].type == "+="
+        is_array = value is not None and value.type == "array"
+        if value is None:
+            words = [""]
+        elif is_array:
+            words = self._words(value.named_children)
+        else:
+            words = [self._value(value)]
         known = self.variables.get(name)
         if conditional:
             if known is not None and (
@@ -181,10 +188,11 @@ class LaunchScript:
         if append and known is not None:
             words = [*known, *words] if is_array else ["".join(known + words)]
             self.met |= self.uncertain[name]
-        self.variables[name], self.uncertain[name] = words, {*self.met}
+        self.variables[name] = words
+        self.uncertain[name] = {*self.met}
 
     def _source(self, name: str) -> None:
-        """Reads a file from where the script says, or from slime's scripts/models next to or above the script."""
+        """Reads a sourced file, if need be from scripts/models beside or above the script."""
         paths = [self.directory / name]
         if "models/" in name:
             tail = name[name.rindex("models/") :]
@@ -200,16 +208,15 @@ class LaunchScript:
             if len(self.files) > MAX_FILES:
                 raise ValueError(f"the script sources more than {MAX_FILES} files.")
             self.files.add(path.resolve())
-            self.directory, directory = path.parent, self.directory
+            outer = self.directory
+            self.directory = path.parent
             self.read(_text_of(path))
-            self.directory = directory
+            self.directory = outer
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
         """The words that bash makes of nodes; none for an unquoted variable that is empty."""
-        words = BREAK.join(self._expand(node) for node in nodes if node.type != "comment").split(
-            BREAK
-        )
-        return [word.replace(QUOTE, "") for word in words if word]
+        expanded = BREAK.join(self._expand(node) for node in nodes if node.type != "comment")
+        return [word.replace(QUOTE, "") for word in expanded.split(BREAK) if word]
 
     def _value(self, node: Node) -> str:
         """The text that an assigned word expands to."""
@@ -234,8 +241,9 @@ class LaunchScript:
         return re.sub(r"\\(\n)?(.?)", r"\2", text, flags=re.DOTALL)
 
     def _between_quotes(self, node: Node) -> Iterator[str]:
-        """The expanded text of a string; blanks before an expansion are part of its node, or of none."""
-        text, start = _text(node).encode(), 1
+        """Yields the expanded parts of a string. The grammar may put blanks into the next node."""
+        text = _text(node).encode()
+        start = 1  # after the opening quote
         for child in node.children[1:]:  # the last is the closing quote
             if child.type == '"' or child.type.endswith(SUBSTITUTIONS):
                 end = child.end_byte - node.start_byte
@@ -245,7 +253,7 @@ class LaunchScript:
                 start = end
 
     def _substitute(self, node: Node) -> list[str]:
-        """The words of a variable or of its default, the directory for an idiom of the script's own, or a mark."""
+        """The words of a variable or default, the script's directory for its idioms, or a mark."""
         text = _text(node).lstrip()
         if node.type == "simple_expansion":
             text = f"${{{text[1:]}}}"
@@ -272,7 +280,7 @@ class LaunchScript:
         return [str(self.directory) if OWN_DIRECTORY.match(text) else f"{OPEN}{text}{CLOSE}"]
 
     def _number(self, text: str) -> int | None:
-        """The value of `$((…))` over whole numbers and known variables; None if it has anything else."""
+        """The value of `$((…))` with whole numbers and known variables; None for anything else."""
 
         def known(match: re.Match[str]) -> str:
             name = match[1] or match[2]
@@ -289,7 +297,7 @@ class LaunchScript:
 
 
 def _calculated(node: ast.AST) -> int:
-    """The value of an expression of whole numbers; division truncates, as bash's does for positive numbers."""
+    """The value of an expression of whole numbers. Division truncates, as in bash."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     operation = ARITHMETIC.get(type(node.op)) if isinstance(node, ast.BinOp) else None

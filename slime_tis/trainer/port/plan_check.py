@@ -1,4 +1,7 @@
-"""The messages of train.py and `slime-tis plan` about a ported command, with stand-ins for files of another machine."""
+"""Messages of train.py and `slime-tis plan` about a ported command.
+
+Stand-ins replace files that this machine lacks.
+"""
 
 import json
 import logging
@@ -110,7 +113,7 @@ def check(flags: Words, ranks: int, model: Mapping[str, Any] | None, gpu_memory:
 def _configured(
     words: dict[str, tuple[str, ...]], required: Words, ranks: int, verdict: Verdict
 ) -> Arguments | None:
-    """Returns the configuration once nothing is refused; notes refusals and flags without effect on the way."""
+    """Returns the configuration once nothing is refused; notes refusals and useless flags."""
     environment = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -145,7 +148,7 @@ def _configured(
 
 
 def _remove_first(named: Sequence[str], words: dict[str, tuple[str, ...]]) -> str | None:
-    """Removes the spellings of the first flag of a message that the command has; returns the flag."""
+    """Removes the message's first flag in the command, in all spellings; returns the flag."""
     for name in named:
         option = OPTION_OF.get(name)
         spellings = [
@@ -161,7 +164,7 @@ def _remove_first(named: Sequence[str], words: dict[str, tuple[str, ...]]) -> st
 
 
 def _add_required(message: str, words: dict[str, tuple[str, ...]], required: Words) -> bool:
-    """Adds a value of a flag that train.py requires, so that the other flags are checked; returns whether it could."""
+    """Adds a required flag, so that others are checked; returns whether the message names one."""
     for name in FLAG.findall(message):
         if name in required and name not in words:
             words[name] = required[name]
@@ -170,7 +173,7 @@ def _add_required(message: str, words: dict[str, tuple[str, ...]], required: Wor
 
 
 def _make_stand_ins(flags: Words, folder: Path, model: Mapping[str, Any] | None) -> Words:
-    """Makes a checkpoint's config.json and a file of prompts; returns them as values of their flags."""
+    """Makes a checkpoint's config.json and a file of prompts; returns the flags that name them."""
     has_experts = any(
         name.startswith("--expert-") and values != ("1",) for name, values in flags.items()
     )

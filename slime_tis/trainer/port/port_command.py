@@ -1,4 +1,4 @@
-"""`slime-tis port run.sh` prints a slime launch script as a command line of `train.py`, with comments.
+"""`slime-tis port run.sh` prints a slime launch script as a commented command of `train.py`.
 
 The comments list what was changed, renamed, added and dropped, and why. Nothing of the script is
 executed. A script that trains something else than this program can is refused, and a command that
@@ -161,7 +161,7 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
 
 
 def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
-    """Returns the script's flags, with those of `VALUES` replaced by flags that mean the same here."""
+    """Returns the script's flags; flags in `VALUES` are replaced by equivalent ones."""
     given = {flag.name: flag for flag in flags_of(launch.words)[1:]}
     if launch.program == "train_async.py":
         given.setdefault("--rollout-lookahead", Flag("--rollout-lookahead", ("1",)))
@@ -176,9 +176,8 @@ def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
         ported.notes[CHANGED].append(f"{_shown(flag)} becomes {new}.")
     estimator = given.get("--advantage-estimator")
     is_baseline = estimator is not None and estimator.values == ("reinforce_plus_plus_baseline",)
-    if (
-        is_baseline and "--normalize-advantages" not in given
-    ):  # this program's estimator always divides by a deviation
+    if is_baseline and "--normalize-advantages" not in given:
+        # This program's estimator always divides by a deviation.
         new = "--advantage-estimator grpo --disable-grpo-std-normalization"
         given |= {flag.name: flag for flag in flags_of(new.split())[1:]}
         ported.notes[CHANGED].append(
@@ -198,7 +197,9 @@ def _port_flag(
     flag: Flag, given: dict[str, Flag], model: dict[str, Any] | None, ported: Ported
 ) -> None:
     """Keeps, changes or drops a flag, and adds the comment."""
-    name, value, shown = flag.name, " ".join(flag.values), _shown(flag)
+    name = flag.name
+    value = " ".join(flag.values)
+    shown = _shown(flag)
     experiment = experiment_of(name) or OTHER_VALUES.get(name, {}).get(value)
     if name in PLACEMENT:
         return  # _assign_gpus reads them together
@@ -250,7 +251,9 @@ def _port_checked(flag: Flag, model: dict[str, Any] | None, ported: Ported) -> N
 
 def _keep_or_drop(flag: Flag, given: dict[str, Flag], ported: Ported) -> None:
     """Keeps a flag of train.py, or drops or changes it if its value has another meaning here."""
-    name, value, shown = flag.name, " ".join(flag.values), _shown(flag)
+    name = flag.name
+    value = " ".join(flag.values)
+    shown = _shown(flag)
     reason = DROPPED.get(shown, DROPPED.get(name))
     saved = " ".join(given["--save"].values).rstrip("/") if "--save" in given else None
     if name == "--load" and value.rstrip("/") == saved:
@@ -378,15 +381,14 @@ def _shown(flag: Flag) -> str:
 
 
 def _quoted(word: str) -> str:
-    """The word for bash; a variable without a value stays a variable, and nothing else is expanded."""
+    """The word for bash. Variables without a value stay, and nothing else is expanded."""
     if OPEN not in word:
         return shlex.quote(word)
     escaped = [re.sub(r'([\\"$`])', r"\\\1", part) for part in UNSET_VARIABLE.split(word)]
-    return (
-        '"'
-        + "".join(f"${{{part}}}" if index % 2 else part for index, part in enumerate(escaped))
-        + '"'
-    )
+    # UNSET_VARIABLE has one group, so every second part is the name of a variable.
+    for index in range(1, len(escaped), 2):
+        escaped[index] = f"${{{escaped[index]}}}"
+    return f'"{"".join(escaped)}"'
 
 
 def _comment(text: str) -> list[str]:

@@ -110,7 +110,7 @@ def name_problem(directory: str) -> str | None:
 
 
 def model_from_script(given: Mapping[str, Flag], directory: str) -> dict[str, Any] | None:
-    """Returns a config.json by the script's MODEL_ARGS, or by the published model that the directory's name contains.
+    """Returns a config.json from the script's MODEL_ARGS, or from a published model of this name.
 
     Args:
         given: The script's flags.
@@ -141,7 +141,7 @@ def model_from_script(given: Mapping[str, Flag], directory: str) -> dict[str, An
 
 
 def _sizes(given: Mapping[str, Flag]) -> dict[str, Any] | None:
-    """Returns the numbers of config.json in Megatron's flags; None without the sizes that no model is without."""
+    """Returns the numbers of config.json in Megatron's flags; None without essential sizes."""
     sizes: dict[str, Any] = {}
     for name, restated in RESTATED.items():
         values = given[name].values if name in given else ()
