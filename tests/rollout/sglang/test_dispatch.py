@@ -1,8 +1,6 @@
-"""Which server takes a request, and what becomes of requests of servers that fail: every sample counts once."""
+"""Which server takes a request, and how requests of failing servers are retried."""
 
 import asyncio
-from collections import Counter
-from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
@@ -84,18 +82,29 @@ def test_a_server_that_kept_its_weights_serves_at_once(start):
     assert run.weights.iterated == 1
 
 
-def test_slow_servers_are_awaited_and_missing_ones_are_not(checkpoint):
+def test_the_start_waits_for_a_slow_server(checkpoint):
     with fake_servers(2) as (first, second):
         first.healthy = False
         when(lambda: first.count("/health") > 2, lambda: setattr(first, "healthy", True))
-        for timeout, expected in ((20.0, 2), (0.2, 1)):
-            run = Run([first, second], checkpoint, sglang_startup_timeout=timeout)
-            assert live(run) == expected
-            run.engine.close()
-            first.healthy = False
-        second.healthy = False
+        run = Run([first, second], checkpoint, sglang_startup_timeout=20.0)
+        assert live(run) == 2
+        run.engine.close()
+
+
+def test_the_start_does_not_need_every_server(checkpoint):
+    with fake_servers(2) as (first, second):
+        first.healthy = False
+        run = Run([first, second], checkpoint, sglang_startup_timeout=0.2)
+        assert live(run) == 1
+        run.engine.close()
+
+
+def test_the_start_needs_one_server(checkpoint):
+    with fake_servers(2) as servers:
+        for server in servers:
+            server.healthy = False
         with pytest.raises(RolloutUnavailable, match="HTTP 503"):
-            Run([first, second], checkpoint, sglang_startup_timeout=0.2)
+            Run(servers, checkpoint, sglang_startup_timeout=0.2)
 
 
 def test_waiting_requests_keep_their_order_after_a_cancellation(start):
@@ -117,8 +126,9 @@ def test_waiting_requests_keep_their_order_after_a_cancellation(start):
     assert [body["input_ids"][1] for body in run.requests] == [3, 4, 6, 7, 8]
 
 
-@contextmanager
-def behind_router(checkpoint):
+@pytest.fixture
+def routed(checkpoint):
+    """A run with three servers behind a router, and the router."""
     with fake_servers(3) as (router, *workers):
         router.workers = workers
         address = urlsplit(router.url)
@@ -130,27 +140,40 @@ def behind_router(checkpoint):
             run.engine.close()
 
 
-def test_a_router_takes_requests_its_servers_take_weights_and_one_may_die(checkpoint):
-    with behind_router(checkpoint) as (run, router):
-        run.update(2)
-        assert_exact(run.engine.generate(PROMPTS, SAMPLING), PROMPTS)
-        assert len(router.requests) == 36 and router.version == 0 and router.most_at_once <= 6
-        assert run.sync.pushes == [([worker.url for worker in run.servers], 2)]
-        run.servers[1].weight_version, run.servers[1].version = (
-            "default",
-            0,
-        )  # restarted, unseen by the router
-        groups = run.engine.generate(PROMPTS, SAMPLING)
-        assert_exact(groups, PROMPTS)
-        assert versions_of(groups) == {2}
-        assert run.sync.pushes[1:] == [([run.servers[1].url], 2)]
-    with behind_router(checkpoint) as (run, _):
-        run.servers[0].stop_after = 1
-        rollout = run.engine.submit(LATE[:4], SAMPLING)
-        wait_until(lambda: run.servers[0].requests)
-        run.servers[0].die()
-        assert_exact(rollout.result(), LATE[:4])
-        wait_until(lambda: live(run) == 1)
+def test_a_router_takes_all_requests(routed):
+    run, router = routed
+    assert_exact(run.engine.generate(PROMPTS, SAMPLING), PROMPTS)
+    assert len(router.requests) == 36
+    assert router.most_at_once <= 6
+
+
+def test_the_servers_behind_a_router_take_the_weights(routed):
+    run, router = routed
+    run.update(2)
+    assert router.version == 0
+    assert run.sync.pushes == [([worker.url for worker in run.servers], 2)]
+
+
+def test_a_restarted_server_behind_a_router_gets_weights(routed):
+    run, _ = routed
+    run.update(2)
+    restarted = run.servers[1]
+    restarted.weight_version = "default"
+    restarted.version = 0
+    groups = run.engine.generate(PROMPTS, SAMPLING)
+    assert_exact(groups, PROMPTS)
+    assert versions_of(groups) == {2}
+    assert run.sync.pushes[1:] == [([restarted.url], 2)]
+
+
+def test_a_server_behind_a_router_may_die(routed):
+    run, _ = routed
+    run.servers[0].stop_after = 1
+    rollout = run.engine.submit(LATE[:4], SAMPLING)
+    wait_until(lambda: run.servers[0].requests)
+    run.servers[0].die()
+    assert_exact(rollout.result(), LATE[:4])
+    wait_until(lambda: live(run) == 1)
 
 
 def test_the_wrong_one_of_four_servers_is_named(start):
@@ -188,22 +211,38 @@ FAULTS = [
 ] * 2
 
 
-def test_every_fault_is_tried_again_and_counts_once(start):
+@pytest.fixture
+def faulty(start):
+    """A run whose servers failed, and the number of failures."""
     run = start(3, sglang_max_retries=50)
     run.servers[0].faults.extend(FAULTS)
     run.servers[1].faults.extend(reversed(FAULTS))
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
-    faults = 2 * len(FAULTS) - sum(len(server.faults) for server in run.servers)
-    assert faults > 8
+    num_faults = 2 * len(FAULTS) - sum(len(server.faults) for server in run.servers)
+    assert num_faults > 8
+    return run, num_faults
+
+
+def test_every_fault_is_retried_once(faulty):
+    run, num_faults = faulty
+    assert len(run.requests) == 36 + num_faults
+    assert run.engine.metrics()["rollout/sglang_retries"] == num_faults
+
+
+def test_every_request_has_a_unique_id(faulty):
+    run, _ = faulty
     ids = [body["rid"] for body in run.requests]
-    assert len(set(ids)) == len(ids) == 36 + faults
-    assert run.engine.metrics()["rollout/sglang_retries"] == faults
-    assert set(Counter(request_id[:-5] for request_id in ids)) == {
-        f"{ids[0][:18]}-{number:08d}" for number in range(36)
-    }
+    assert len(set(ids)) == len(ids)
 
 
-def test_a_request_that_hangs_goes_elsewhere_and_its_late_answer_is_not_counted(start):
+def test_request_ids_begin_with_their_samples_id(faulty):
+    run, _ = faulty
+    ids = [body["rid"] for body in run.requests]
+    samples = {f"{ids[0][:18]}-{number:08d}" for number in range(36)}
+    assert {request_id[:-5] for request_id in ids} == samples
+
+
+def test_the_late_answer_of_a_moved_request_is_not_counted(start):
     run = start(2, sglang_request_timeout=0.3)
     run.servers[0].stop_after = 0  # it would answer, but later
     pending = run.engine.submit(PROMPTS, SAMPLING, seed=0)
@@ -213,7 +252,7 @@ def test_a_request_that_hangs_goes_elsewhere_and_its_late_answer_is_not_counted(
     assert_exact(pending.result(), PROMPTS)
 
 
-def test_a_long_response_that_exceeds_the_timeout_goes_on_from_its_tokens(start):
+def test_a_response_continues_after_the_timeout(start):
     run = start(1, sglang_request_timeout=0.1)
     run.servers[0].stop_after = 4
     sampling = Sampling(max_response_len=10)
@@ -225,7 +264,9 @@ def test_a_long_response_that_exceeds_the_timeout_goes_on_from_its_tokens(start)
     assert run.engine.metrics()["rollout/sglang_retries"] == 0
 
 
-def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start):
+@pytest.fixture
+def after_death(start):
+    """Two servers with weights of version 1, of which the second one died during a rollout."""
     run = start(2)
     run.update(1)
     victim = run.servers[1]
@@ -236,10 +277,19 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start):
     victim.stop_after = None
     assert_exact(pending.result(), PROMPTS)
     wait_until(lambda: run.engine.metrics()["rollout/sglang_deaths"] == 1)
+    return run, victim
+
+
+def test_a_dead_server_takes_no_weights(after_death):
+    run, _ = after_death
     run.update(2)
     assert run.sync.pushes[-1] == ([run.servers[0].url], 2)
 
-    served = len(victim.requests)
+
+def test_a_returning_server_serves_with_the_current_weights(after_death):
+    run, victim = after_death
+    run.update(2)
+    num_requests = len(victim.requests)
     victim.come_back()
     wait_until(lambda: victim.count("/model_info") >= 2)
     run.servers[0].stop_after = 1
@@ -247,40 +297,63 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start):
     when(lambda: run.sync.pushes[-1] == ([victim.url], 2), run.release)
     groups = pending.result()
     assert_exact(groups, PROMPTS)
-    assert run.sync.pushes[-1] == ([victim.url], 2)
-    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=2), PROMPTS)
-    assert len(victim.requests) > served and victim.weight_version == "2"
     assert versions_of(groups) == {2}
+    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=2), PROMPTS)
+    assert len(victim.requests) > num_requests
+    assert victim.weight_version == "2"
     assert run.engine.metrics()["rollout/sglang_returns"] == 1
 
 
-def test_a_refused_request_stops_the_rollout_and_another_key_does_not(start):
+def test_a_refused_request_ends_the_rollout(start):
     run = start(2)
     run.servers[0].faults.append(400)
     with pytest.raises(RolloutUnavailable, match="answered HTTP 400"):
         run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
+
+
+def test_refusals_of_one_server_are_retried_elsewhere(start):
     run = start(2)
     run.servers[0].faults.extend([401, 403, 404])
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
     assert run.engine.metrics()["rollout/sglang_retries"] == 3
 
 
-def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(start):
-    run = start(
-        2, timeouts=Timeouts(recovery=0.2, first_retry=0.005, max_retry=0.02, health_interval=0.01)
-    )
+@pytest.fixture
+def lost(start):
+    """A run whose servers have died, its unfinished groups before, and its next rollout."""
+    timeouts = Timeouts(recovery=0.2, first_retry=0.005, max_retry=0.02, health_interval=0.01)
+    run = start(2, timeouts=timeouts)
     sampling = Sampling(max_response_len=30)
     with held(run, 10):
         run.engine.submit([LATE[0], EARLY[0]], sampling, seed=0, num_groups=1).result()
-    left = run.engine.unfinished()
+    unfinished = run.engine.unfinished()
+    assert len(unfinished) == 1
     for server in run.servers:
         server.die()
     pending = run.engine.submit([EARLY[1]], sampling, seed=0, num_groups=1)
-    for _ in range(2):
-        with pytest.raises(RolloutUnavailable, match="no SGLang server is left") as error:
-            pending.result()
-    assert all(f"{server.url} since " in str(error.value) for server in run.servers)
-    run.engine.close()
-    assert run.engine.unfinished() == left and len(left) == 1
+    return run, unfinished, pending
+
+
+def test_a_rollout_ends_if_no_server_is_left(lost):
+    run, _, pending = lost
+    with pytest.raises(RolloutUnavailable, match="no SGLang server is left") as error:
+        pending.result()
+    for server in run.servers:
+        assert f"{server.url} since " in str(error.value)
     assert run.engine.metrics()["rollout/sglang_deaths"] == 2
+
+
+def test_the_result_of_a_lost_rollout_raises_again(lost):
+    _, _, pending = lost
+    for _ in range(2):
+        with pytest.raises(RolloutUnavailable, match="no SGLang server is left"):
+            pending.result()
+
+
+def test_unfinished_groups_survive_the_loss_of_servers(lost):
+    run, unfinished, pending = lost
+    with pytest.raises(RolloutUnavailable):
+        pending.result()
+    run.engine.close()
+    assert run.engine.unfinished() == unfinished
