@@ -1,10 +1,10 @@
-"""The generate user function: called for each rollout; an invalid sample becomes a failed sample.
+"""Calls the user's generate function for every rollout; an invalid sample becomes a failed sample.
 
     async def generate(args, sample, sampling_params) -> Sample | list[Sample]
 
-A parameter named `engine` gets the engine of this sample (`generation.TokenEngine`), and
-`evaluation` whether held-out prompts are answered. `slime_client` answers requests of slime's
-functions with the same engine.
+A parameter named `engine` gets the engine of this sample (`function_requests.TokenEngine`). A
+parameter named `evaluation` is True for held-out prompts. `slime_client` answers requests of
+slime's functions with the same engine.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -43,9 +44,9 @@ from slime_tis.user_functions import accepted, calling, describe, load_user_func
 CANCEL_TIMEOUT = 1.0
 """Seconds for a cancelled function to end."""
 MAX_TEXT = 1 << 20
-"""Characters of a response, of a user-defined prompt, and of metadata as JSON."""
+"""Most characters of a response, and of metadata as JSON."""
 MAX_LOG_PROB = 1e-3
-"""In half precision the log-prob of a certain token can be slightly positive."""
+"""Largest log-prob in nats: in half precision, a certain token can have a slightly positive one."""
 RETOKENIZED = "retokenized"
 """Key of a sample's metadata: where its tokens differ from the sampled ones."""
 LOG_PROB_TOLERANCE = 1e-4
@@ -76,7 +77,7 @@ class ReturnedSample(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFunction:
-    """The user's function, and limits of its samples."""
+    """The user's function, and limits of the samples that it returns."""
 
     function: Callable[..., Any]
     args: Namespace
@@ -110,23 +111,25 @@ class GenerateFunction:
     ) -> Any:
         """Returns the function's value; raises NoSample if the function raises or runs out of time."""
         offered = {"engine": engine, "evaluation": evaluation}
-        extra = {name: offered[name] for name in accepted(self.function, tuple(offered))}
+        keywords = {name: offered[name] for name in accepted(self.function, tuple(offered))}
 
         async def call() -> Any:
             current_engine.set(engine)
             with calling(self.function):
-                returned = self.function(self.args, sample, params, **extra)
-                return await returned if inspect.isawaitable(returned) else returned
+                returned = self.function(self.args, sample, params, **keywords)
+                if inspect.isawaitable(returned):
+                    returned = await returned
+                return returned
 
         task = asyncio.create_task(call())
         try:
             await asyncio.wait({task}, timeout=self.config.generate_timeout)
-        finally:  # also if the rollout is cancelled
+        finally:
+            # Also if the rollout is cancelled.
             if not task.done():
                 engine.is_closed = True
-                task.add_done_callback(
-                    lambda ended: ended.cancelled() or ended.exception()
-                )  # nobody awaits it
+                # Nobody awaits the task: without this, asyncio logs its exception at exit.
+                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 task.cancel()
                 try:
                     await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
@@ -147,128 +150,129 @@ class GenerateFunction:
             raise NoSample("raised", f"{describe(self.function)} cancelled itself.") from None
 
     def checked(self, returned: Any, fresh: Sample, requests: Sequence[Sampled]) -> list[Sample]:
-        """Returns the samples of one call in the form that training takes; raises NoSample for an invalid sample."""
-        samples = list(returned) if isinstance(returned, list | tuple) else [returned]
+        """Returns the samples of one call in the form that training takes.
+
+        Args:
+            returned: The function's return value.
+            fresh: A sample of the prompt without a response.
+            requests: The call's requests and their answers.
+
+        Raises:
+            NoSample: A sample is invalid.
+        """
         try:
-            if not samples or not all(isinstance(sample, Sample) for sample in samples):
-                raise NoSample(
-                    "returned", f"returned {quoted(returned)}; return a Sample or a list of them"
-                )
-            fields = [ReturnedSample.model_validate(sample) for sample in samples]
-            aborted = any(
-                _status(sample.status, requests) is SampleStatus.ABORTED for sample in fields
-            )
-            if aborted and (len(samples) > 1 or not samples[0].response_length):
-                # the function starts again
-                return [
-                    replace(fresh, status=SampleStatus.ABORTED, loss_mask=[], rollout_log_probs=[])
-                ]
-            return [
-                self._checked(*pair, fresh, requests) for pair in zip(samples, fields, strict=True)
-            ]
+            return self._checked_rollout(returned, fresh, requests)
         except CustomFunctionError:
             raise
+        # Attributes of the user's object can raise anything; SystemExit must not end the run.
         except (Exception, SystemExit) as error:
-            reason, text = (
-                "returned",
-                f"gave a sample that cannot be read: {type(error).__name__}: {error}",
-            )
-            if isinstance(error, NoSample):
-                reason, text = error.args
-            elif isinstance(error, ValidationError):
-                first, *_ = error.errors(include_url=False)
-                reason = str(first["loc"][0])
-                text = f"gave {quoted(first['input'])} in {reason}: {first['msg']}"
+            reason, problem = _reason_and_problem(error)
             raise NoSample(
-                reason, f"{describe(self.function)} {text} (prompt {fresh.prompt_index})."
+                reason, f"{describe(self.function)} {problem} (prompt {fresh.prompt_index})."
             ) from error
 
-    def _checked(
+    def _checked_rollout(
+        self, returned: Any, fresh: Sample, requests: Sequence[Sampled]
+    ) -> list[Sample]:
+        samples = [returned]
+        if isinstance(returned, list | tuple):
+            samples = list(returned)
+        if not samples or not all(isinstance(sample, Sample) for sample in samples):
+            raise NoSample(
+                "returned", f"returned {quoted(returned)}; return a Sample or a list of them"
+            )
+        fields_of_samples = [ReturnedSample.model_validate(sample) for sample in samples]
+        statuses = [_status(fields.status, requests) for fields in fields_of_samples]
+        can_continue = len(samples) == 1 and samples[0].response_length
+        if SampleStatus.ABORTED in statuses and not can_continue:
+            # The next rollout calls the function from the start.
+            return [replace(fresh, status=SampleStatus.ABORTED, loss_mask=[], rollout_log_probs=[])]
+        checked = []
+        for sample, fields in zip(samples, fields_of_samples, strict=True):
+            checked.append(self._checked_sample(sample, fields, fresh, requests))
+        return checked
+
+    def _checked_sample(
         self, sample: Sample, fields: ReturnedSample, fresh: Sample, requests: Sequence[Sampled]
     ) -> Sample:
-        tokens, length, given = fields.tokens, fields.response_length, fields.rollout_log_probs
-        mask = (
-            [1] * length if fields.loss_mask is None else [int(value) for value in fields.loss_mask]
-        )
-        response, last_id = f"a response_length of {length}", self.vocab_size - 1
-        checks = (
-            (
-                "tokens",
-                0 < length < len(tokens),
-                f"{len(tokens)} tokens with {response}; give prompt and response",
-            ),
-            (
-                "tokens",
-                max(tokens) <= last_id,
-                f"the token {max(tokens)}; the vocabulary ends at {last_id}",
-            ),
-            (
-                "context",
-                len(tokens) <= self.context_len,
-                f"{len(tokens)} tokens; the context has {self.context_len}",
-            ),
-            (
-                "loss_mask",
-                len(mask) == length,
-                f"a loss_mask of {len(mask)} entries for {response}",
-            ),
-            (
-                "rollout_log_probs",
-                given is None or len(given) == length,
-                f"{len(given or ())} rollout_log_probs for {response}; give 0.0 for observations",
-            ),
-        )
-        for reason, is_satisfied, text in checks:
-            if not is_satisfied:
-                raise NoSample(reason, f"gave {text}")
-        log_probs = [math.nan] * length
-        for index, (value, trained) in enumerate(zip(given or (), mask, strict=False)):
-            log_probs[index] = 0.0 if not trained else math.nan if value is None else value
-            if not -math.inf < log_probs[index] <= MAX_LOG_PROB:
-                text = (
-                    f"gave the log-prob {log_probs[index]} for response token {index}, which is"
-                    " trained on"
-                )
-                raise NoSample("rollout_log_probs", text)
-        # one per token, unlike slime's, which are one text per request, or none
+        """Returns a new sample from the checked fields and the engine's records."""
+        tokens = fields.tokens
+        length = fields.response_length
+        mask = [1] * length
+        if fields.loss_mask is not None:
+            mask = list(map(int, fields.loss_mask))
+        self._check_sizes(fields, mask)
+        log_probs = _log_probs(fields.rollout_log_probs, mask)
+        # Ours are one number per token; slime's are one text per request, or none.
         versions = [int(version) for version in fields.weight_versions if str(version).isdecimal()]
-        sets = sample.sampling_mask
-        if sets is not None and (
-            len(sets) != length or int(sets.lengths.sum()) != len(sets.token_ids)
-        ):
-            sets = None
+        if len(versions) != length:
+            versions = [self.version()] * length
         result = Sample(
             prompt=_prompt(sample, fresh),
             prompt_row=fresh.prompt_row,
             tokens=tokens,
             response=self._response(fields.response, tokens[-length:]),
             response_length=length,
-            label=fresh.label if sample.label is None else _json({"label": sample.label})["label"],
+            label=fresh.label,
             loss_mask=mask,
             rollout_log_probs=log_probs,
-            weight_versions=versions if len(versions) == length else [self.version()] * length,
-            sampling_mask=sets,
+            weight_versions=versions,
             remove_sample=bool(sample.remove_sample),
             status=_status(fields.status, requests),
             metadata=_json(fields.metadata or fresh.metadata),
-            train_metadata=None if fields.train_metadata is None else _json(fields.train_metadata),
-            session_id=None if sample.session_id is None else str(sample.session_id),
             non_generation_time=fields.non_generation_time,
         )
+        if sample.label is not None:
+            result.label = _json({"label": sample.label})["label"]
+        if fields.train_metadata is not None:
+            result.train_metadata = _json(fields.train_metadata)
+        if sample.session_id is not None:
+            result.session_id = str(sample.session_id)
+        sets = sample.sampling_mask
+        if sets is not None and len(sets) == length and sets.lengths.sum() == len(sets.token_ids):
+            result.sampling_mask = sets
         result.reward, result.reward_parts = self._reward(fields.reward)
         if requests:
-            where = provenance(tokens, length, requests)
-            if given is not None:
-                _check_log_probs(log_probs, mask, where, requests)
-            copy_engine_records(result, where, requests)
-            self._handle_retokenized(result, where, requests)
+            origin = provenance(tokens, length, requests)
+            if fields.rollout_log_probs is not None:
+                _check_log_probs(log_probs, mask, origin, requests)
+            copy_engine_records(result, origin, requests)
+            self._handle_retokenized(result, origin, requests)
         return result
 
-    def _response(self, text: str, response_ids: Sequence[int]) -> str:
-        """Returns the text of a response; built-in rewards get it without special tokens at its end, as from an engine.
+    def _check_sizes(self, fields: ReturnedSample, mask: Sequence[int]) -> None:
+        """Raises NoSample if the numbers of tokens, mask entries or log-probs do not fit."""
+        tokens = fields.tokens
+        length = fields.response_length
+        response = f"a response_length of {length}"
+        if not 0 < length < len(tokens):
+            raise NoSample(
+                "tokens", f"gave {len(tokens)} tokens with {response}; give prompt and response"
+            )
+        if max(tokens) >= self.vocab_size:
+            raise NoSample(
+                "tokens",
+                f"gave the token {max(tokens)}; the vocabulary ends at {self.vocab_size - 1}",
+            )
+        if len(tokens) > self.context_len:
+            raise NoSample(
+                "context", f"gave {len(tokens)} tokens; the context has {self.context_len}"
+            )
+        if len(mask) != length:
+            raise NoSample("loss_mask", f"gave a loss_mask of {len(mask)} entries for {response}")
+        log_probs = fields.rollout_log_probs
+        if log_probs is not None and len(log_probs) != length:
+            raise NoSample(
+                "rollout_log_probs",
+                f"gave {len(log_probs)} rollout_log_probs for {response}; give 0.0 for"
+                " observations",
+            )
 
-        The engine's answers to slime's functions contain them, since slime's `skip_special_tokens`
-        is off.
+    def _response(self, text: str, response_ids: Sequence[int]) -> str:
+        """Returns the text of a response, for built-in rewards without special tokens at the end.
+
+        Without a function, the engine removes these tokens. In slime's functions they remain,
+        because slime turns `skip_special_tokens` off.
         """
         if not text:
             return str(self.tokenizer.decode(response_ids, skip_special_tokens=True))
@@ -285,15 +289,16 @@ class GenerateFunction:
     def _reward(
         self, reward: float | dict[Any, Any] | None
     ) -> tuple[float | None, dict[str, float]]:
+        """Returns the reward, and the other numbers of a dictionary reward."""
         if reward is None:
             return None, {}
-        value, parts = reward, dict[str, float]()
+        value = reward
+        parts: dict[str, float] = {}
         if isinstance(reward, dict):
-            parts = {
-                str(name): float(part)
-                for name, part in reward.items()
-                if isinstance(part, int | float)
-            }
+            for name, part in reward.items():
+                if isinstance(part, int | float):
+                    parts[str(name)] = float(part)
+            # NaN, for the error below, if the dictionary lacks --reward-key.
             value = parts.pop(self.args.reward_key or "", math.nan)
         assert isinstance(value, float)
         if not abs(value) <= MAX_REWARD:
@@ -305,12 +310,13 @@ class GenerateFunction:
         return value, parts
 
     def _handle_retokenized(
-        self, sample: Sample, where: Provenance, requests: Sequence[Sampled]
+        self, sample: Sample, origin: Provenance, requests: Sequence[Sampled]
     ) -> None:
-        trained = zip(where.request, sample.loss_mask, strict=True)
-        wrong = [
-            index for index, (number, is_trained) in enumerate(trained) if is_trained and number < 0
-        ]
+        """Rejects or masks trained tokens that no request sampled (--retokenization)."""
+        wrong = []
+        for index, number in enumerate(origin.request):
+            if sample.loss_mask[index] and number < 0:
+                wrong.append(index)
         sample.retokenized = len(wrong)
         if not wrong:
             return
@@ -329,7 +335,7 @@ class GenerateFunction:
                 sample.loss_mask[index] = 0
 
     def _difference(self, sample: Sample, first_wrong: int, requests: Sequence[Sampled]) -> str:
-        """Returns where a sample and the engine's tokens part first, both tokens, and what to do."""
+        """Returns the first position where a sample and the engine differ, and a remedy."""
 
         def shown(token: int) -> str:
             return f"{token} ({quoted(self.tokenizer.decode([token]), 40)})"
@@ -337,27 +343,25 @@ class GenerateFunction:
         prompt_length = len(sample.tokens) - sample.response_length
         position, expected = first_difference(sample.tokens, requests)
         if position >= len(sample.tokens) or expected is None:
-            # the sampled tokens agree; tokens beyond them, such as tool output, are marked as
-            # trained
+            # All sampled tokens agree, but tokens after them, such as tool output, are marked as
+            # trained.
             token = sample.response_ids[first_wrong]
             return (
                 f"no request sampled response token {first_wrong}, {shown(token)}. Append the ids"
                 " of the engine's answer, and other tokens with a loss mask of 0."
             )
-        place, advice = (
-            f"response token {position - prompt_length}",
-            "Append the ids of the engine's answer.",
-        )
         if position < prompt_length:
-            place = f"prompt token {position}"
+            name = f"prompt token {position}"
             advice = (
                 "Send sample.tokens, or tokenize sample.prompt with add_special_tokens=False, and"
                 " return the same."
             )
-        given = shown(sample.tokens[position])
+        else:
+            name = f"response token {position - prompt_length}"
+            advice = "Append the ids of the engine's answer."
         return (
-            f"they differ first at {place}, {given} in the sample and {shown(expected)} in the"
-            f" request. {advice}"
+            f"they differ first at {name}, {shown(sample.tokens[position])} in the sample and"
+            f" {shown(expected)} in the request. {advice}"
         )
 
 
@@ -376,25 +380,26 @@ def build_generate_function(
     if path is None:
         return None
     if address is not None:
-        args = Namespace(
-            **{**vars(args), "sglang_router_ip": address[0], "sglang_router_port": address[1]}
-        )
-    limits = [
-        limit for limit in (sizes.context_len, config.rollout_max_context_len) if limit is not None
-    ]
+        # slime's functions build the URL of the router from these two.
+        args = Namespace(**vars(args))
+        args.sglang_router_ip, args.sglang_router_port = address
+    context_len = math.inf
+    for limit in (sizes.context_len, config.rollout_max_context_len):
+        if limit is not None:
+            context_len = min(context_len, limit)
     return GenerateFunction(
         function=load_user_function(option, path),
         args=args,
         tokenizer=tokenizer,
         vocab_size=math.inf if sizes.vocab_size is None else sizes.vocab_size,
-        context_len=min(limits, default=math.inf),
+        context_len=context_len,
         config=config,
         version=version,
     )
 
 
 def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
-    """Returns slime's parameters for a generate function, with special tokens and stops left in the text."""
+    """Returns slime's parameters for a generate function: special tokens and stops stay in texts."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -409,32 +414,39 @@ def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
-    """Turns samples without a response into failed samples, and returns a warning about all failed samples."""
-    rollouts = [rollout for group in groups for rollout in by_rollout(group)]
-    for sample in (sample for rollout in rollouts for sample in rollout):
-        if not sample.response_length:
-            make_failed(sample, "aborted", "the generate function ended without a response.")
-    messages = [
-        str(rollout[0].metadata["generate_error"]) for rollout in rollouts if rollout[0].failure
-    ]
+    """Turns samples without a response into failed samples.
+
+    Returns:
+        A warning about all failed samples; None without one.
+
+    Raises:
+        CustomFunctionError: All samples failed.
+    """
+    total = 0
+    messages: Counter[str] = Counter()
+    for rollout in chain.from_iterable(map(by_rollout, groups)):
+        total += 1
+        for sample in rollout:
+            if not sample.response_length:
+                make_failed(sample, "aborted", "the generate function ended without a response.")
+        if rollout[0].failure:
+            messages[str(rollout[0].metadata["generate_error"])] += 1
     if not messages:
         return None
-    message, _ = Counter(messages).most_common(1)[0]
-    if len(messages) == len(rollouts):
+    failed = messages.total()
+    message, _ = messages.most_common(1)[0]
+    if failed == total:
         raise CustomFunctionError(
-            f"none of the {len(rollouts)} samples of a rollout could be made: {message}"
+            f"none of the {total} samples of a rollout could be made: {message}"
         )
-    return (
-        f"{len(messages)} of {len(rollouts)} samples could not be made and train nothing: {message}"
-    )
+    return f"{failed} of {total} samples could not be made and train nothing: {message}"
 
 
 def retokenized_message(groups: Sequence[Sequence[Sample]]) -> str | None:
-    """Returns where the first retokenized sample differs from the sampled tokens; None without one."""
-    for group in groups:
-        for sample in group:
-            if sample.retokenized:
-                return str(sample.metadata[RETOKENIZED])
+    """Returns the message about the first retokenized sample; None without one."""
+    for sample in chain.from_iterable(groups):
+        if sample.retokenized:
+            return str(sample.metadata[RETOKENIZED])
     return None
 
 
@@ -442,39 +454,84 @@ def make_failed(sample: Sample, reason: str, message: str, version: int = 0) -> 
     """Turns a prompt into a failed sample: one response token, which is not trained on."""
     sample.tokens = [*sample.tokens, sample.tokens[-1]]
     sample.response_length = 1
-    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [0], [0.0], [version]
-    sample.status, sample.failure = SampleStatus.FAILED, reason
-    sample.reward, sample.remove_sample = 0.0, True
+    sample.loss_mask = [0]
+    sample.rollout_log_probs = [0.0]
+    sample.weight_versions = [version]
+    sample.status = SampleStatus.FAILED
+    sample.failure = reason
+    sample.reward = 0.0
+    sample.remove_sample = True
     sample.metadata = {**sample.metadata, "generate_error": message}
 
 
+def _reason_and_problem(error: BaseException) -> tuple[str, str]:
+    """Returns the reason for a failed sample, and what the function did wrong."""
+    if isinstance(error, NoSample):
+        reason, problem = error.args
+        return reason, problem
+    if isinstance(error, ValidationError):
+        first, *_ = error.errors(include_url=False)
+        field = str(first["loc"][0])
+        return field, f"gave {quoted(first['input'])} in {field}: {first['msg']}"
+    return "returned", f"gave a sample that cannot be read: {type(error).__name__}: {error}"
+
+
+def _log_probs(values: Sequence[float | None] | None, mask: Sequence[int]) -> list[float]:
+    """Returns 0 for tokens that are not trained on; all NaN if the function gave no log-probs."""
+    if values is None:
+        return [math.nan] * len(mask)
+    log_probs = []
+    for index, (value, is_trained) in enumerate(zip(values, mask, strict=True)):
+        log_prob = 0.0
+        if is_trained:
+            log_prob = math.nan if value is None else value
+        if not -math.inf < log_prob <= MAX_LOG_PROB:
+            raise NoSample(
+                "rollout_log_probs",
+                f"gave the log-prob {log_prob} for response token {index}, which is trained on",
+            )
+        log_probs.append(log_prob)
+    return log_probs
+
+
 def _check_log_probs(
-    log_probs: Sequence[float], mask: Sequence[int], where: Provenance, requests: Sequence[Sampled]
+    log_probs: Sequence[float], mask: Sequence[int], origin: Provenance, requests: Sequence[Sampled]
 ) -> None:
-    for position, (number, index) in enumerate(zip(where.request, where.place, strict=True)):
-        if mask[position] and number >= 0:
-            sampled = requests[number].generation.log_probs[index]
-            if not abs(log_probs[position] - sampled) <= LOG_PROB_TOLERANCE:
-                raise NoSample(
-                    "rollout_log_probs",
-                    f"gave the log-prob {log_probs[position]:.4f} for response token {position},"
-                    f" which was sampled with {sampled:.4f}; log-probs and tokens are out of step",
-                )
+    """Raises NoSample if the log-prob of a trained token differs from the engine's."""
+    for position, (number, offset) in enumerate(origin.pairs):
+        if not mask[position] or number < 0:
+            continue
+        sampled = requests[number].generation.log_probs[offset]
+        if not abs(log_probs[position] - sampled) <= LOG_PROB_TOLERANCE:
+            raise NoSample(
+                "rollout_log_probs",
+                f"gave the log-prob {log_probs[position]:.4f} for response token {position},"
+                f" which was sampled with {sampled:.4f}; log-probs and tokens are out of step",
+            )
 
 
 def _status(status: SampleStatus, requests: Sequence[Sampled]) -> SampleStatus:
-    """Returns the sample's status; the last request's if it was aborted or the function left the status unchanged."""
+    """Returns the sample's status.
+
+    The last request decides if the engine aborted it, or if the function left the status unchanged.
+    """
+    # `is_trained` is set only for the response of an earlier rollout, which is no request.
     reasons = [one.generation.finish_reason for one in requests if one.is_trained is None]
     if not reasons:
         return SampleStatus.COMPLETED if status is SampleStatus.PENDING else status
-    untouched = status in (SampleStatus.PENDING, SampleStatus.ABORTED)
-    return STATUS[reasons[-1]] if untouched or reasons[-1] == "abort" else status
+    is_unchanged = status in (SampleStatus.PENDING, SampleStatus.ABORTED)
+    if is_unchanged or reasons[-1] == "abort":
+        return STATUS[reasons[-1]]
+    return status
 
 
 def _prompt(sample: Sample, fresh: Sample) -> Any:
+    """Returns the prompt, as JSON values, that the function may have changed."""
     if isinstance(sample.prompt, list):
         return json.loads(json.dumps(sample.prompt, default=str))
-    return fresh.prompt if sample.prompt in ("", fresh.prompt) else str(sample.prompt)
+    if sample.prompt in ("", fresh.prompt):
+        return fresh.prompt
+    return str(sample.prompt)
 
 
 def _json(metadata: Mapping[Any, Any]) -> dict[str, Any]:

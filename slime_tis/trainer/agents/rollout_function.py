@@ -1,10 +1,11 @@
-"""Whole rollouts by a user function (--rollout-function-path), called on rank 0.
+"""Calls a user function that makes complete rollouts (--rollout-function-path), on rank 0.
 
-generate_rollout(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput |
-list[list[Sample]]
+def generate_rollout(args, rollout_id, data_source, evaluation=False)
+-> RolloutFnTrainOutput | list[list[Sample]]
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +14,16 @@ from slime_tis.trainer.agents.custom_generate import GenerateFunction, NoSample
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
-from slime_tis.trainer.data.sample import Sample, by_rollout
+from slime_tis.trainer.data.sample import Prompt, Sample, by_rollout
 from slime_tis.trainer.data.user_values import typed_value
 from slime_tis.trainer.rank_collectives import on_rank_zero
 from slime_tis.user_functions import calling, describe
 from slime_tis.user_functions.tensors import check_metrics
 
 Groups = list[list[Sample]]
-OPTION, PREFIX = "rollout_function_path", "rollout/"
+OPTION = "rollout_function_path"
+PREFIX = "rollout/"
+"""Prefix of the function's metrics."""
 
 
 @dataclass
@@ -30,26 +33,31 @@ class RolloutFnTrainOutput:
     samples: list[list[Sample]]
     """--rollout-batch-size groups of --n-samples-per-prompt rollouts."""
     metrics: dict[str, Any] | None = None
-    """Logged numbers; names get the prefix rollout/ if it is missing."""
+    """Logged numbers; the prefix rollout/ is added to names without it."""
 
 
 class PromptSource:
-    """The prompts of the file as slime's data source gives them, read-only; empty samples without a file."""
+    """The prompts of the file, read-only, with the methods of slime's data source."""
 
     def __init__(self, dataset: PromptDataset, n_samples: int) -> None:
-        self._dataset, self._n_samples = dataset, n_samples
+        self._dataset = dataset
+        self._n_samples = n_samples
 
     def get_samples(self, num_samples: int) -> Groups:
-        """Returns the next prompts as groups of samples without a response."""
-        if not self._dataset.prompts:
-            return [[Sample() for _ in range(self._n_samples)] for _ in range(num_samples)]
-        return [
-            [
-                Sample(prompt_row=prompt, tokens=list(prompt.token_ids))
-                for _ in range(self._n_samples)
-            ]
-            for prompt in self._dataset.next_batch(num_samples)
-        ]
+        """Returns groups of samples without a response: the next prompts, or none without a file.
+
+        Args:
+            num_samples: Number of groups, as in slime.
+        """
+        prompts: Sequence[Prompt | None] = [None] * num_samples
+        if self._dataset.prompts:
+            prompts = self._dataset.next_batch(num_samples)
+        groups: Groups = []
+        for prompt in prompts:
+            tokens = () if prompt is None else prompt.token_ids
+            group = [Sample(prompt_row=prompt, tokens=list(tokens)) for _ in range(self._n_samples)]
+            groups.append(group)
+        return groups
 
     def add_samples(self, samples: Groups) -> None:
         """Raises RuntimeError."""
@@ -66,32 +74,32 @@ class CustomRollout:
     """Rollouts by the user's function."""
 
     checks: GenerateFunction
-    """The function of --rollout-function-path, and limits of its samples."""
+    """The function of --rollout-function-path, and limits of the samples that it returns."""
     dataset: PromptDataset | CustomDataSource
     config: RolloutConfig
 
     def __call__(self, rollout_id: int) -> tuple[Groups, dict[str, float]]:
         """Returns the groups of a rollout and the function's metrics; a collective."""
-        dataset, function, n_samples = (
-            self.dataset,
-            self.checks.function,
-            self.config.n_samples_per_prompt,
-        )
-        source = (
-            PromptSource(dataset, n_samples)
-            if isinstance(dataset, PromptDataset)
-            else dataset.source
-        )
+        dataset = self.dataset
+        function = self.checks.function
+        source: Any
+        if isinstance(dataset, PromptDataset):
+            source = PromptSource(dataset, self.config.n_samples_per_prompt)
+        else:
+            source = dataset.source
 
         def call() -> tuple[Groups, dict[str, float], dict[str, Any]]:
             with calling(function):
                 returned = function(self.checks.args, rollout_id, source, evaluation=False)
-                fields = getattr(returned, "samples", returned), getattr(returned, "metrics", None)
+                # A list of groups, RolloutFnTrainOutput or slime's class of that name.
+                fields = (
+                    getattr(returned, "samples", returned),
+                    getattr(returned, "metrics", None),
+                )
                 samples, values = typed_value(OPTION, function, fields)
-                metrics = {
-                    name if name.startswith(PREFIX) else f"{PREFIX}{name}": v
-                    for name, v in (values or {}).items()
-                }
+                metrics = {}
+                for name, value in (values or {}).items():
+                    metrics[PREFIX + name.removeprefix(PREFIX)] = value
                 check_metrics(describe(function), metrics)
                 if not all(map(math.isfinite, metrics.values())):
                     raise CustomFunctionError(
@@ -102,11 +110,14 @@ class CustomRollout:
 
         groups, metrics, state = on_rank_zero(call)
         if isinstance(dataset, PromptDataset):
-            dataset.load_state_dict(state)  # rank 0 took the prompts
+            # Only rank 0 took prompts.
+            dataset.load_state_dict(state)
         return groups, metrics
 
     def _groups(self, returned: list[list[Any]]) -> Groups:
-        name, size = describe(self.checks.function), self.config.rollout_batch_size
+        """Returns the checked and numbered samples; a rollout may be a list of segments."""
+        name = describe(self.checks.function)
+        size = self.config.rollout_batch_size
         n_samples = self.config.n_samples_per_prompt
         if len(returned) != size:
             raise CustomFunctionError(
@@ -114,10 +125,11 @@ class CustomRollout:
             )
         groups: Groups = []
         for index, group in enumerate(returned):
-            samples = [
-                one for part in group for one in (part if isinstance(part, list) else [part])
-            ]
-            rollouts = by_rollout([self._checked(sample) for sample in samples])
+            samples: list[Sample] = []
+            for item in group:
+                segments = item if isinstance(item, list) else [item]
+                samples += map(self._checked, segments)
+            rollouts = by_rollout(samples)
             if len(rollouts) != n_samples:
                 raise CustomFunctionError(
                     f"{name} returned {len(rollouts)} samples in group {index}; return {n_samples} "
@@ -125,11 +137,14 @@ class CustomRollout:
                 )
             for number, rollout in enumerate(rollouts, start=index * n_samples):
                 for sample in rollout:
-                    sample.group_index, sample.index, sample.rollout_id = index, number, number
-            groups.append([sample for rollout in rollouts for sample in rollout])
+                    sample.group_index = index
+                    sample.index = number
+                    sample.rollout_id = number
+            groups.append(samples)
         return groups
 
     def _checked(self, sample: Any) -> Sample:
+        """Returns the sample in the form that training takes."""
         name = describe(self.checks.function)
         if not isinstance(sample, Sample):
             raise CustomFunctionError(f"{name} returned {quoted(sample)}; return samples.")
@@ -139,7 +154,8 @@ class CustomRollout:
             )
         fresh = Sample(prompt=sample.prompt, prompt_row=sample.prompt_row, label=sample.label)
         try:
-            (checked,) = self.checks.checked(sample, fresh, ())  # the engine recorded no requests
+            # No requests: the engine of the function is unknown.
+            (checked,) = self.checks.checked(sample, fresh, [])
         except NoSample as error:
             raise CustomFunctionError(error.args[1]) from None
         return replace(checked, rollout_id=sample.rollout_id)

@@ -1,19 +1,21 @@
 """Proof that trained tokens are sampled tokens.
 
-A response token counts as sampled if the input of one request, and the tokens which that request
-sampled so far, are exactly the tokens before it. Tokens that were decoded and tokenized again
-differ, and so do all tokens after them.
+A response token counts as sampled if a request sampled it after exactly the same tokens. A token
+that was decoded and tokenized again may differ; then it and all later tokens do not count.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Sample, SamplingMask
-from slime_tis.trainer.engines.function_requests import Generation
+from slime_tis.trainer.engines.function_requests import Generation, common_prefix
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,11 @@ class Sampled:
     is_trained: list[int] | None = None
     """1 for each sampled token; None if all were."""
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The input and the sampled tokens."""
+        return [*self.input_ids, *self.generation.token_ids]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
@@ -32,107 +39,142 @@ class Provenance:
 
     request: list[int]
     """Number of the request; -1 if the token was not sampled."""
-    place: list[int]
+    offset: list[int]
+    """Index of the token in the request's answer; 0 if the token was not sampled."""
     longest: int | None
-    """The request whose input and answer agree with most of the sample's tokens."""
+    """The request whose input and answer have the longest common prefix with the sample."""
     agreeing: int
+    """Number of tokens in that prefix."""
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """`request` and `offset` of each response token."""
+        return list(zip(self.request, self.offset, strict=True))
 
 
 def provenance(
     tokens: Sequence[int], response_length: int, requests: Sequence[Sampled]
 ) -> Provenance:
-    """Finds the request that sampled each response token; of several with the same input, the longest agreement."""
-    tokens, first = list(tokens), len(tokens) - response_length
-    agreeing = []
-    for number, one in enumerate(requests):
-        start = len(one.input_ids)
-        if tokens[:start] == one.input_ids:
-            after, ids = tokens[start:], one.generation.token_ids
-            same = next(
-                (i for i, (a, b) in enumerate(zip(after, ids, strict=False)) if a != b), None
-            )
-            agreeing.append((start + (min(len(after), len(ids)) if same is None else same), number))
-    request, place = [-1] * response_length, [0] * response_length
-    for end, number in sorted(agreeing):
-        start, mask = len(requests[number].input_ids), requests[number].is_trained
+    """Finds the request that sampled each response token.
+
+    If several requests have the same input, the request with the longest common prefix counts.
+    """
+    tokens = list(tokens)
+    first = len(tokens) - response_length
+    agreements: list[tuple[int, int]] = []
+    for number, sampled in enumerate(requests):
+        end = common_prefix(tokens, sampled.token_ids)
+        if end >= len(sampled.input_ids):
+            agreements.append((end, number))
+    request = [-1] * response_length
+    offset = [0] * response_length
+    # In ascending order, so that longer agreements overwrite shorter ones.
+    agreements.sort()
+    for end, number in agreements:
+        start = len(requests[number].input_ids)
+        mask = requests[number].is_trained
         for position in range(max(start, first), end):
             if mask is None or mask[position - start]:
-                request[position - first], place[position - first] = number, position - start
-    longest = max(agreeing, default=(0, None))
-    return Provenance(request=request, place=place, longest=longest[1], agreeing=longest[0])
+                request[position - first] = number
+                offset[position - first] = position - start
+    if not agreements:
+        return Provenance(request=request, offset=offset, longest=None, agreeing=0)
+    agreeing, longest = agreements[-1]
+    return Provenance(request=request, offset=offset, longest=longest, agreeing=agreeing)
 
 
 def first_difference(tokens: Sequence[int], requests: Sequence[Sampled]) -> tuple[int, int | None]:
-    """Returns the first position at which tokens differ from the request that they agree with longest.
+    """Compares a sample with the request that has the longest common prefix.
 
     Returns:
-        The position, and the token there of the request's input or answer; None after the end of
-        the answer.
+        The first position that differs, and the request's token there; None after the end of the
+        answer.
     """
-    position, token = -1, None
-    for one in requests:
-        engine_ids = [*one.input_ids, *one.generation.token_ids]
-        pairs = enumerate(zip(tokens, engine_ids, strict=False))
-        end = min(len(tokens), len(engine_ids))
-        agreeing = next((index for index, (given, own) in pairs if given != own), end)
-        if agreeing > position:
-            position = agreeing
-            token = engine_ids[agreeing] if agreeing < len(engine_ids) else None
+    tokens = list(tokens)
+    position = -1
+    token = None
+    for sampled in requests:
+        engine_ids = sampled.token_ids
+        end = common_prefix(tokens, engine_ids)
+        if end > position:
+            position = end
+            token = engine_ids[end] if end < len(engine_ids) else None
     return position, token
 
 
-def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sampled]) -> None:
-    """Copies log-probs, versions, servers, sampling masks and experts of sampled tokens; others get the last value."""
-    sources = list(zip(found.request, found.place, strict=True))
-    generations = [one.generation for one in requests]
-    sample.rollout_log_probs = [
-        generations[number].log_probs[place] if number >= 0 else given
-        for (number, place), given in zip(sources, sample.rollout_log_probs, strict=True)
-    ]
-    for name, source in {
-        "weight_versions": "weight_versions",
-        "rollout_workers": "workers",
-    }.items():
-        lists = [getattr(generation, source) for generation in generations]
-        values = [
-            lists[number][place] if number >= 0 and lists[number] else None
-            for number, place in sources
-        ]
-        last = next((value for value in values if value is not None), None)
-        if last is not None:
-            setattr(sample, name, [last := last if value is None else value for value in values])
-    if any(one.sampling_mask is not None for one in generations):
-        sample.sampling_mask = _sampling_mask(sources, generations)
-    if found.longest is not None:
-        sample.rollout_routed_experts = _routing(sample, found, requests, "routed_experts")
-        sample.rollout_routing_weights = _routing(sample, found, requests, "routing_weights")
+def copy_engine_records(sample: Sample, origin: Provenance, requests: Sequence[Sampled]) -> None:
+    """Copies log-probs, versions, servers, sampling masks and experts of sampled tokens.
+
+    Other tokens keep their log-prob, and get the version and server of the token before them.
+    """
+    generations = [sampled.generation for sampled in requests]
+    log_probs = list(sample.rollout_log_probs)
+    versions: list[int | None] = []
+    workers: list[int | None] = []
+    for index, (number, offset) in enumerate(origin.pairs):
+        version = None
+        worker = None
+        if number >= 0:
+            generation = generations[number]
+            log_probs[index] = generation.log_probs[offset]
+            if generation.weight_versions:
+                version = generation.weight_versions[offset]
+            if generation.workers:
+                worker = generation.workers[offset]
+        versions.append(version)
+        workers.append(worker)
+    sample.rollout_log_probs = log_probs
+    sample.weight_versions = _filled(versions) or sample.weight_versions
+    sample.rollout_workers = _filled(workers) or sample.rollout_workers
+    if any(generation.sampling_mask is not None for generation in generations):
+        sample.sampling_mask = _sampling_mask(origin, generations)
+    if origin.longest is not None:
+        sample.rollout_routed_experts = _routing(sample, origin, requests, "routed_experts")
+        sample.rollout_routing_weights = _routing(sample, origin, requests, "routing_weights")
 
 
-def _sampling_mask(
-    sources: Sequence[tuple[int, int]], generations: Sequence[Generation]
-) -> SamplingMask:
-    masks = [one.candidates for one in generations]
+def _filled(values: Sequence[Value | None]) -> list[Value]:
+    """Replaces None by the last value before it, else by the first value; empty without values."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return []
+    last = present[0]
+    filled: list[Value] = []
+    for value in values:
+        if value is not None:
+            last = value
+        filled.append(last)
+    return filled
+
+
+def _sampling_mask(origin: Provenance, generations: Sequence[Generation]) -> SamplingMask:
+    masks = [generation.candidates for generation in generations]
     starts = list(accumulate(map(len, masks), initial=0))
-    rows = [starts[number] + place if number >= 0 else starts[-1] for number, place in sources]
-    return SamplingMask.cat([*masks, SamplingMask.unrecorded(1)]).select(
-        torch.tensor(rows, dtype=torch.int64)
-    )
+    # Tokens that were not sampled have the number -1 and the offset 0: the last row.
+    masks.append(SamplingMask.unrecorded(1))
+    rows = [starts[number] + offset for number, offset in origin.pairs]
+    return SamplingMask.cat(masks).select(torch.tensor(rows, dtype=torch.int64))
 
 
 def _routing(
-    sample: Sample, found: Provenance, requests: Sequence[Sampled], name: str
+    sample: Sample, origin: Provenance, requests: Sequence[Sampled], name: str
 ) -> Tensor | None:
-    """Returns the rows of the input tokens; each sampled token takes the rows of its request."""
-    assert found.longest is not None
-    rows: Tensor | None = getattr(requests[found.longest].generation, name)
+    """Returns a record per fed token of the longest request; sampled tokens take their request's.
+
+    The engine feeds a token to sample the next one, so the last token has no record.
+    """
+    assert origin.longest is not None
+    rows: Tensor | None = getattr(requests[origin.longest].generation, name)
     if rows is None:
         return None
-    rows = rows[: min(found.agreeing, len(sample.tokens)) - 1].clone()
+    rows = rows[: origin.agreeing - 1].clone()
     first = len(sample.tokens) - sample.response_length
-    for offset, (number, place) in enumerate(zip(found.request, found.place, strict=True)):
-        if number not in (-1, found.longest):
-            source = getattr(requests[number].generation, name)
-            fed, row = first + offset - 1, len(requests[number].input_ids) + place - 1
-            if source is not None and row < len(source) and fed < len(rows):
-                rows[fed] = source[row]
+    for index, (number, offset) in enumerate(origin.pairs):
+        if number in (-1, origin.longest):
+            continue
+        source = getattr(requests[number].generation, name)
+        fed = first + index - 1
+        row = len(requests[number].input_ids) + offset - 1
+        if source is not None and row < len(source) and fed < len(rows):
+            rows[fed] = source[row]
     return rows

@@ -1,4 +1,4 @@
-"""The engine of one sample, and slime's way to it: `post` to the address in `args`, `GenerateState`.
+"""The engine of one sample, and slime's functions that reach it: `post` and `GenerateState`.
 
 The sample's engine answers requests to the run's address. Therefore slime's functions work with
 every engine, and their tokens can be compared with the sampled tokens. Requests to other addresses
@@ -30,7 +30,7 @@ LOCAL_ADDRESS = ("127.0.0.1", 0)
 TIMEOUT = 600.0
 """Longest wait for another server's answer, in seconds."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Longest answer of another server, such as a tool."""
+"""Longest answer of another server, such as a tool, in bytes."""
 CLOSED_PAUSE = 0.5
 """Seconds before a late request is refused: a function that retries forever must not occupy the
 loop."""
@@ -42,18 +42,25 @@ class RecordedEngine:
     def __init__(
         self, engine: TokenEngine, sample: Sample, tokenizer: PreTrainedTokenizerBase, address: str
     ) -> None:
-        """Begins with the response of an aborted sample; `address` is the host and port of the run."""
-        self._engine, self._tokenizer, self.address = engine, tokenizer, address
+        """Wraps an engine; the response of an aborted sample counts as sampled.
+
+        Args:
+            engine: Samples the tokens.
+            sample: The function's input.
+            tokenizer: Encodes requests with text.
+            address: HOST:PORT of the run's servers.
+        """
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self.address = address
         self.sampled: list[Sampled] = []
         if sample.response_length:
-            earlier = Generation.of(sample)
-            self.sampled.append(
-                Sampled(
-                    input_ids=list(sample.prompt_ids),
-                    generation=earlier,
-                    is_trained=sample.loss_mask[:],
-                )
+            earlier = Sampled(
+                input_ids=list(sample.prompt_ids),
+                generation=Generation.of(sample),
+                is_trained=sample.loss_mask[:],
             )
+            self.sampled.append(earlier)
         self.is_closed = False
         """Whether requests are refused because the function ran out of time."""
 
@@ -69,10 +76,10 @@ class RecordedEngine:
             await asyncio.sleep(CLOSED_PAUSE)
             raise RuntimeError("this sample ran out of time (--generate-timeout).")
         generation = await self._engine.generate(token_ids, sampling_params, session_id=session_id)
-        self.sampled.append(
-            Sampled(input_ids=[int(token) for token in token_ids], generation=generation)
-        )
-        return replace(  # the function may change the lists in place
+        input_ids = [int(token) for token in token_ids]
+        self.sampled.append(Sampled(input_ids=input_ids, generation=generation))
+        # Copies, because the function may change the lists in place.
+        return replace(
             generation,
             token_ids=list(generation.token_ids),
             log_probs=list(generation.log_probs),
@@ -81,7 +88,11 @@ class RecordedEngine:
         )
 
     async def post(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers a request with `input_ids` or `text` as a server answers `POST /generate` with return_logprob."""
+        """Answers a request as an SGLang server answers `POST /generate` with return_logprob.
+
+        Raises:
+            ValueError: The request has neither `input_ids` nor `text`.
+        """
         ids = payload.get("input_ids")
         if ids is None:
             if not isinstance(payload.get("text"), str):
@@ -90,23 +101,20 @@ class RecordedEngine:
                 )
             ids = self._tokenizer.encode(payload["text"])
         generation = await self.generate(ids, payload.get("sampling_params"))
-        versions, pairs = (
-            generation.weight_versions,
-            zip(generation.log_probs, generation.token_ids, strict=True),
-        )
+        pairs = zip(generation.log_probs, generation.token_ids, strict=True)
+        versions = []
+        for index, version in enumerate(generation.weight_versions):
+            versions.append({"version": str(version), "start": index, "end": index + 1})
         meta: dict[str, Any] = {
             "finish_reason": {"type": generation.finish_reason},
             "prompt_tokens": len(ids),
             "completion_tokens": len(generation.token_ids),
             "cached_tokens": 0,
             "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
-            "weight_versions": [
-                {"version": str(version), "start": place, "end": place + 1}
-                for place, version in enumerate(versions)
-            ],
+            "weight_versions": versions,
         }
         if versions:
-            meta["weight_version"] = str(versions[-1])
+            meta["weight_version"] = versions[-1]["version"]
         if generation.sampling_mask is not None:
             meta["output_token_sampling_mask"] = generation.sampling_mask.sets()
         return {"text": generation.text, "output_ids": generation.token_ids, "meta_info": meta}
@@ -121,21 +129,20 @@ async def post(
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """Posts JSON and returns the JSON answer; the running call's engine answers requests to the run's address.
+    """Posts JSON and returns the JSON answer.
 
-    As in slime, the request is repeated after an error, up to `max_retries` times. An answer that
-    is not JSON, compressed or larger than `MAX_ANSWER_BYTES` is an error, too.
+    The engine of the running call answers requests to the run's address. As in slime, other
+    requests are repeated after an error, up to `max_retries` times. An answer that is not JSON,
+    compressed or larger than `MAX_ANSWER_BYTES` is an error, too.
 
     Raises:
         httpx.HTTPError: The last error.
     """
-    engine, parts = current_engine.get(), urlsplit(url)
-    if (
-        engine is not None
-        and parts.netloc == engine.address
-        and parts.path.rstrip("/") == "/generate"
-    ):
-        return await engine.post(payload)
+    engine = current_engine.get()
+    if engine is not None:
+        parts = urlsplit(url)
+        if parts.netloc == engine.address and parts.path.rstrip("/") == "/generate":
+            return await engine.post(payload)
     return await _request("POST", url, max_retries, json=payload, headers=headers)
 
 
@@ -169,12 +176,12 @@ async def _answer(
         return json.loads(body.decode())
     except (ValueError, RecursionError) as error:
         raise httpx.DecodingError(
-            f"{url} answered with what is not JSON: {first_line(error)}."
+            f"the answer of {url} is not JSON: {first_line(error)}."
         ) from error
 
 
 class GenerateState:
-    """The parts of slime's `GenerateState` that functions use: the tokenizer."""
+    """Stands for slime's `GenerateState`; functions use its tokenizer."""
 
     def __init__(self, args: Namespace) -> None:
         self.args = args

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,23 +41,24 @@ class Generation:
     token_ids: Ints
     """Sampled tokens, including the stop token or stop string."""
     log_probs: Floats
-    """Log-prob of each token in the distribution it was sampled from."""
+    """Log-prob of each token, in the distribution that it was sampled from."""
     weight_versions: Ints
     """Version of the weights that sampled each token."""
     workers: Ints = field(default_factory=list, compare=False)
-    """For each token the index of the server that sampled it, as in `Sample.rollout_workers`; empty
-    if unknown."""
+    """Index of the server that sampled each token, as in `Sample.rollout_workers`; empty if
+    unknown."""
     finish_reason: FinishReason
-    """stop: a stop token or stop string; length: `max_new_tokens` or the end of the context; abort:
-    the rollout has enough groups; the function should return its partial sample and is called again
-    in the next rollout."""
+    """stop: a stop token or stop string; length: `max_new_tokens` or the end of the context.
+
+    abort: the rollout has enough groups. The function should return its partial sample; the next
+    rollout calls it again."""
     text: str
-    """Text of the tokens, without special tokens and the stop unless the request keeps them."""
+    """Decoded tokens; special tokens and the stop are removed unless the request keeps them."""
     routed_experts: Tensor | None = field(default=None, compare=False)
-    """uint8 or int16 [input + sampled tokens - 1, sparse layers, k]: the experts of each token fed,
-    as in `Sample`."""
+    """uint8 or int16 [input + sampled tokens - 1, sparse layers, k]: the experts per fed token, as
+    in `Sample`."""
     routing_weights: Tensor | None = field(default=None, compare=False)
-    """float32 of the same shape: the combine weight of each expert."""
+    """Combine weights of the experts: float32, same shape."""
     sampling_mask: SamplingMask | None = None
     """The candidate tokens at each sampled token; None if nothing was cut or recorded."""
 
@@ -78,11 +80,9 @@ class Generation:
     @property
     def candidates(self) -> SamplingMask:
         """`sampling_mask`; an unrecorded one if it is None."""
-        return (
-            SamplingMask.unrecorded(len(self.token_ids))
-            if self.sampling_mask is None
-            else self.sampling_mask
-        )
+        if self.sampling_mask is None:
+            return SamplingMask.unrecorded(len(self.token_ids))
+        return self.sampling_mask
 
 
 class TokenEngine(Protocol):
@@ -95,7 +95,7 @@ class TokenEngine(Protocol):
         *,
         session_id: str | None = None,
     ) -> Generation:
-        """Samples the continuation of some tokens; any number of coroutines may await this concurrently.
+        """Samples the continuation of some tokens; coroutines may await this concurrently.
 
         Args:
             token_ids: The input, at least one token.
@@ -116,7 +116,7 @@ class RequestOptions:
     sampling: Sampling
     """`max_response_len` is the request's `max_new_tokens`."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response; they are part of it."""
+    """Texts that end a response, which includes them."""
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     """Whether the text keeps the stop token or stop string."""
@@ -140,7 +140,11 @@ class SamplingParams(BaseModel):
 
 
 def request_options(params: RequestParams, sampling: Sampling) -> RequestOptions:
-    """Returns the options of a request; raises ValueError for an unknown name or an invalid value."""
+    """Returns the options of a request.
+
+    Raises:
+        ValueError: A name is unknown, or a value is invalid.
+    """
     try:
         values = SamplingParams.model_validate(dict(params or {})).model_dump(exclude_none=True)
     except ValidationError as error:
@@ -155,13 +159,15 @@ def request_options(params: RequestParams, sampling: Sampling) -> RequestOptions
                 f"sampling_params has {name} {values[name]:g}, but the run samples with"
                 f" {default:g}, and training computes that distribution; remove the parameter."
             )
-    stop = values.pop("stop", ())
-    changed = {
-        name: values.pop(name) for name in (*DISTRIBUTION, "stop_token_ids") if name in values
-    }
-    changed["max_response_len"] = values.pop("max_new_tokens", sampling.max_response_len)
-    stops = dict.fromkeys((stop,) if isinstance(stop, str) else stop)
-    return RequestOptions(sampling=replace(sampling, **changed), stop=tuple(stops), **values)
+    stop = values.pop("stop", [])
+    if isinstance(stop, str):
+        stop = [stop]
+    distinct_stops = tuple(dict.fromkeys(stop))
+    changes = {"max_response_len": values.pop("max_new_tokens", sampling.max_response_len)}
+    for name in (*DISTRIBUTION, "stop_token_ids"):
+        if name in values:
+            changes[name] = values.pop(name)
+    return RequestOptions(sampling=replace(sampling, **changes), stop=distinct_stops, **values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +178,11 @@ class Request:
     options: RequestOptions
     key: bytes
     session: tuple[int, str | None]
-    """Number of the sample and name of its conversation."""
+    """Number of the sample, and name of the conversation within it."""
 
 
 class SampleKey(NamedTuple):
-    """Key of a sample's random numbers, in addition to the inputs of its requests."""
+    """Key of a sample's random numbers; the input of a request is added to it."""
 
     seed: int
     prompt_index: int
@@ -201,7 +207,8 @@ class SampleEngine:
     """Number of the sample in the rollout."""
     vocab_size: int | None
     """None checks no token."""
-    _asked: Counter[bytes] = field(default_factory=Counter)
+    _repetitions: Counter[bytes] = field(default_factory=Counter)
+    """Number of requests per input."""
 
     async def generate(
         self,
@@ -216,18 +223,34 @@ class SampleEngine:
         if not ids:
             raise ValueError("token_ids is empty, but sampling needs at least one token to follow.")
         if self.vocab_size is not None and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
+            wrong = min(ids)
+            if wrong >= 0:
+                wrong = max(ids)
             raise ValueError(
                 f"token_ids has {wrong}, but the model's vocabulary ends at {self.vocab_size - 1};"
                 " use the tokenizer of --hf-checkpoint."
             )
         numbers = np.asarray([*self.key, *ids], dtype="<i8")
         digest = hashlib.blake2b(numbers.tobytes(), digest_size=32).digest()
-        repetition = self._asked[digest]
-        self._asked[digest] += 1
+        repetition = self._repetitions[digest]
+        self._repetitions[digest] += 1
         key = hashlib.blake2b(digest + repetition.to_bytes(8, "little"), digest_size=16).digest()
-        session = self.number, session_id
-        return await self.answer(Request(token_ids=ids, options=options, key=key, session=session))
+        session = (self.number, session_id)
+        request = Request(token_ids=ids, options=options, key=key, session=session)
+        return await self.answer(request)
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """Length of the common prefix of two sequences of tokens."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
+
+    def differs(last: int) -> bool:
+        return first[: last + 1] != second[: last + 1]
+
+    # Comparisons of slices run in C: a binary search over them is faster than a loop over tokens.
+    return bisect_left(range(shorter), True, key=differs)
 
 
 def request_uniforms(key: bytes) -> Iterator[float]:
@@ -241,11 +264,16 @@ class StopStrings:
     """Finds the first stop text in a growing response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
         self._last_characters = {text[-1] for text in stop}
-        self._always = any(character.isspace() for character in self._last_characters)
-        self._may_complete: dict[int, bool] = {}
-        self._tail = max((len(text.encode()) for text in stop), default=0) + 1
+        # SentencePiece tokenizers drop the space at the start of a decoded text, so a single token
+        # does not show it.
+        self._ends_in_space = any(map(str.isspace, self._last_characters))
+        self._completing_tokens: dict[int, bool] = {}
+        # A text begins at most as many tokens before its last token as it has bytes.
+        byte_lengths = [len(text.encode()) for text in stop]
+        self._tail = max(byte_lengths, default=0) + 1
 
     def found(self, token_ids: Sequence[int]) -> bool:
         """Returns whether the last token completes one of the texts, if no earlier token did."""
@@ -256,20 +284,21 @@ class StopStrings:
 
     def first(self, token_ids: Sequence[int]) -> int | None:
         """Number of tokens up to the first text; None if the response has none."""
-        return next(
-            (end for end in range(1, len(token_ids) + 1) if self.found(token_ids[:end])), None
-        )
+        for end in range(1, len(token_ids) + 1):
+            if self.found(token_ids[:end]):
+                return end
+        return None
 
     def _can_complete(self, token: int) -> bool:
-        if token not in self._may_complete:
+        """Whether the token's text may contain the last character of a stop text."""
+        if self._ends_in_space:
+            return True
+        if token not in self._completing_tokens:
             text = self._tokenizer.decode([token])
-            ends = (
-                self._always
-                or "\ufffd" in text
-                or any(last in text for last in self._last_characters)
-            )
-            self._may_complete[token] = ends
-        return self._may_complete[token]
+            # U+FFFD stands for a part of a character's bytes, whose rest may complete a text.
+            characters = self._last_characters | {"\ufffd"}
+            self._completing_tokens[token] = any(last in text for last in characters)
+        return self._completing_tokens[token]
 
 
 def sample_of(prompt: Prompt, response: Generation, group_index: int = 0, index: int = 0) -> Sample:
@@ -301,8 +330,9 @@ def response_text(
     """Returns the text of a response, without its stop unless the request sets `no_stop_trim`."""
 
     def decoded(ids: Sequence[int]) -> str:
+        # An array, because transformers inspects every element of a list.
         return tokenizer.decode(  # type: ignore[no-any-return]
-            np.asarray(ids, dtype=np.int64),  # transformers looks at each element of a list
+            np.asarray(ids, dtype=np.int64),
             skip_special_tokens=options.skip_special_tokens,
             spaces_between_special_tokens=options.spaces_between_special_tokens,
         )
@@ -310,5 +340,7 @@ def response_text(
     text = decoded(token_ids)
     if finish_reason != "stop" or options.no_stop_trim:
         return text
-    positions = [position for position in map(text.find, options.stop) if position >= 0]
-    return text[: min(positions)] if positions else decoded(token_ids[:-1])
+    positions = [text.find(stop) for stop in options.stop if stop in text]
+    if positions:
+        return text[: min(positions)]
+    return decoded(token_ids[:-1])

@@ -19,7 +19,6 @@ token.
 """
 
 import asyncio
-from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -35,6 +34,7 @@ from slime_tis.trainer.engines.function_requests import (
     Generation,
     Request,
     StopStrings,
+    common_prefix,
     request_uniforms,
     response_text,
 )
@@ -530,19 +530,6 @@ class ContinuousBatching:
             work.future.set_result(None)
         else:
             self._remove(slot)  # the sample has no next turn
-
-
-def common_prefix(first: list[int], second: list[int]) -> int:
-    """Length of the common prefix of two sequences."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:
-        return shorter
-
-    def differs(last: int) -> bool:
-        return first[: last + 1] != second[: last + 1]
-
-    # comparisons of slices run in C: a binary search over them is faster than a loop over tokens
-    return bisect_left(range(shorter), True, key=differs)
 
 
 def whole_blocks(length: int) -> int:
