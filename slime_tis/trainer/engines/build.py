@@ -15,6 +15,7 @@ def build_engine(
     host: EngineHost,
 ) -> RolloutEngine:
     """Builds the engine that `--rollout-engine` names."""
+    # Imported here, because each engine has dependencies that the other does not need.
     if config.rollout_engine == "sglang":
         from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
         from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
@@ -39,7 +40,7 @@ def build_engine(
 
 
 def training_sampling(config: RolloutConfig) -> Sampling:
-    """How training samples are drawn."""
+    """Returns the settings of training samples."""
     return Sampling(
         temperature=config.rollout_temperature,
         top_p=config.rollout_top_p,
@@ -56,7 +57,7 @@ def training_sampling(config: RolloutConfig) -> Sampling:
 
 
 def evaluation_sampling(config: RolloutConfig) -> Sampling:
-    """How evaluation samples are drawn."""
+    """Returns the settings of evaluation samples."""
     return Sampling(
         n_samples=config.n_samples_per_eval_prompt,
         temperature=config.eval_temperature,

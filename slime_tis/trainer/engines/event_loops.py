@@ -1,4 +1,7 @@
-"""Event loops for users' coroutines. Hung threads and tasks that swallow a cancellation do not block them."""
+"""Event loops for users' coroutines.
+
+Neither threads that hang nor tasks that swallow a cancellation block them.
+"""
 
 import asyncio
 import ctypes
@@ -28,8 +31,9 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
-        """Starts a task, and references it until it has ended, because the loop has only weak references."""
+        """Starts a task."""
         task = asyncio.create_task(work, name=name)
+        # The loop has only weak references: without this one, a task may be deallocated.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -44,19 +48,17 @@ class BackgroundTasks:
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels tasks other than this one and waits for their end; abandons tasks that do not end."""
-    every = {
-        task for task in tasks if task not in _abandoned and task is not asyncio.current_task()
-    }
+    others = set(tasks) - _abandoned - {asyncio.current_task()}
     for _ in range(CANCEL_ATTEMPTS):
-        pending = [task for task in every if not task.done()]
+        pending = [task for task in others if not task.done()]
         if not pending:
             break
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=CANCEL_INTERVAL)
-    await asyncio.gather(
-        *(task for task in every if not is_abandoned(task)), return_exceptions=True
-    )
+    ended = [task for task in others if not is_abandoned(task)]
+    # Retrieves their exceptions, which asyncio would log otherwise.
+    await asyncio.gather(*ended, return_exceptions=True)
 
 
 def is_abandoned(task: asyncio.Task[Any]) -> bool:
@@ -76,10 +78,14 @@ _abandoned: set[asyncio.Task[Any]] = set()
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A default executor of event loops, with a daemon thread per call: a hung call holds up no other and no exit."""
+    """An executor with a daemon thread per call.
+
+    A call that hangs delays neither other calls nor the exit of the program.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # asyncio accepts no other class; its threads are not used
+        # asyncio accepts only this class as default executor. Its threads are not used.
+        super().__init__()
         self.running: set[Future[Any]] = set()
 
     def submit(
@@ -115,7 +121,8 @@ class LoopThread:
     """An asyncio loop in a daemon thread."""
 
     def __init__(self, name: str) -> None:
-        self._loop, self._ends = new_loop(), False
+        self._loop = new_loop()
+        self._ends = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> Self:
@@ -132,11 +139,14 @@ class LoopThread:
         self._ends = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        if not asyncio.all_tasks(self._loop):  # else threads that hang report to it when they end
+        # A thread that hangs reports to the loop of its task when it ends, which a closed loop
+        # refuses.
+        if not asyncio.all_tasks(self._loop):
             self._loop.close()
 
     def _run(self) -> None:
-        while not self._ends:  # a user's function may stop the loop
+        # A user's function may stop the loop.
+        while not self._ends:
             self._loop.run_forever()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -154,7 +164,13 @@ class LoopThread:
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs work in this thread's event loop, which is kept as in slime, and ends the tasks that it leaves behind."""
+    """Runs work in this thread's event loop, and ends the tasks that it leaves behind.
+
+    As in slime, the thread keeps its loop, so users' clients that belong to a loop stay usable.
+
+    Raises:
+        CustomFunctionError: A user's function cancelled the work.
+    """
     loop: asyncio.AbstractEventLoop | None = getattr(_of_thread, "loop", None)
     if loop is None:
         loop = _of_thread.loop = new_loop()
@@ -171,7 +187,10 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
 async def results_of(
     works: Iterable[Coroutine[Any, Any, Result]], check: Callable[[], None]
 ) -> list[Result]:
-    """Returns the results of concurrent coroutines; raises the first exception, and those of `check` every second."""
+    """Returns the results of concurrent coroutines, and calls `check` every second meanwhile.
+
+    Raises the first exception of a coroutine or of `check`, which cancels the coroutines.
+    """
     results = asyncio.gather(*works)
     try:
         while not results.done():
@@ -183,12 +202,13 @@ async def results_of(
 
 
 CANCELLED = (
-    "a user's function cancelled tasks that it did not create; let it cancel its own tasks only."
+    "a user's function cancelled tasks that it did not create; let it cancel only its own tasks."
 )
 _of_thread = threading.local()
 
 
 def _run_until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
     task.add_done_callback(lambda _: loop.stop())
-    while not task.done():  # a user's function may stop the loop
+    # A user's function may stop the loop.
+    while not task.done():
         loop.run_forever()

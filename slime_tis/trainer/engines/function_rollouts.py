@@ -1,4 +1,4 @@
-"""Rollouts made by a user-defined function, with concurrent calls that send requests to an engine."""
+"""Rollouts by a user-defined function: concurrent calls, which send requests to an engine."""
 
 import asyncio
 from collections import Counter
@@ -54,7 +54,7 @@ def resumed_groups(
     for prompt in prompts:
         no_samples: list[list[Sample]] = [[] for _ in range(n_samples)]
         rollouts.append((prompt, no_samples))
-    # A prompt may occur several times; the occurrence gives each group its own random numbers.
+    # A prompt may occur several times; the occurrence makes the groups' random numbers differ.
     occurrences: Counter[int] = Counter()
     numbers = count()
     groups = []
@@ -114,7 +114,9 @@ class FunctionBatch:
     """Called with the number of every call that ended."""
 
     def __post_init__(self) -> None:
-        self._wanted = len(self.groups) if self.num_groups is None else self.num_groups
+        self._wanted = self.num_groups
+        if self._wanted is None:
+            self._wanted = len(self.groups)
         self._complete = sum(map(is_complete, self.groups))
         self._stopping = False
         """Enough groups are complete: calls that have not started are skipped."""
@@ -159,7 +161,11 @@ class FunctionBatch:
             if self._stopping or self._failure is not None:
                 return
             engine = SampleEngine(
-                self.answer, self.sampling, call.key, call.number, self.vocab_size
+                answer=self.answer,
+                sampling=self.sampling,
+                key=call.key,
+                number=call.number,
+                vocab_size=self.vocab_size,
             )
             try:
                 samples = await self.function(call.first_sample(), engine)
@@ -188,9 +194,12 @@ def calls_over_ranks(
 
     def make_share(share: Sequence[Sequence[FunctionCall]]) -> list[list[list[Sample]]]:
         make(share)
-        return [[call.samples for call in group] for group in share]
+        samples_of_share = []
+        for group in share:
+            samples_of_share.append([call.samples for call in group])
+        return samples_of_share
 
-    # A rank fills only the calls of its share; the others' samples are in the result.
+    # A rank fills only the calls of its share; the result has the samples of all ranks.
     samples_of_groups = map_over_ranks(make_share, groups)
     for group, samples_of_calls in zip(groups, samples_of_groups, strict=True):
         for call, samples in zip(group, samples_of_calls, strict=True):

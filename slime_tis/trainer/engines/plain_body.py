@@ -9,12 +9,12 @@ PLAIN = {"Accept-Encoding": "identity"}
 async def read_plain(response: httpx.Response, max_bytes: int) -> bytes:
     """Returns the body of a streamed answer, or its first bytes if it has more than `max_bytes`.
 
-    A compressed answer is not read: less than a kilobyte can contain gigabytes, and httpx
-    decompresses it before anybody can count the bytes.
+    A compressed answer is not read: a kilobyte can contain gigabytes, and httpx decompresses them
+    before anybody can count the bytes.
 
     Args:
         response: From `client.stream` with the headers `PLAIN`.
-        max_bytes: A longer result than this shows that the answer is longer.
+        max_bytes: A longer result shows that the answer exceeds this number.
 
     Raises:
         httpx.DecodingError: The answer is compressed.

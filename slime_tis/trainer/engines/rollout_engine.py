@@ -13,7 +13,7 @@ from slime_tis.trainer.engines.function_requests import RolloutFunction
 from slime_tis.trainer.engines.weight_rounding import Precision
 
 WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Yields weights under their Hugging Face names, whole tensors, one after the other."""
+"""Yields the Hugging Face name and the complete tensor of one weight after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,14 @@ class RolloutFuture(Protocol):
         """Whether `result` returns samples without waiting; a collective."""
 
     def result(self) -> list[list[Sample]]:
-        """Waits for the rollout; a collective. Returns a list of samples per prompt, the same on every rank."""
+        """Waits for the rollout and returns a list of samples per prompt; a collective.
+
+        Every rank gets the same samples.
+        """
 
 
 class RolloutEngine(Protocol):
-    """Samples responses with its own copy of the policy's weights.
+    """Samples responses with a copy of the policy's weights.
 
     Every method is a collective: in a torch.distributed job all ranks call it with the same
     arguments.
@@ -88,7 +91,7 @@ class RolloutEngine(Protocol):
 
     @property
     def http_address(self) -> tuple[str, int] | None:
-        """Host and port of the router, else the first server, for POST /generate; None on other ranks than 0."""
+        """Host and port for POST /generate: the router, else the first server; None except on rank 0."""
 
     def submit(
         self,
@@ -124,18 +127,21 @@ class RolloutEngine(Protocol):
         """Loads new weights: calls the source once and iterates it to the end."""
 
     def weight_precision(self, name: str) -> Precision | None:
-        """The engine's precision of a tensor, by Hugging Face name; None if unknown or if this rank does not ask."""
+        """The engine's precision of a tensor, by Hugging Face name.
+
+        None if it is unknown, or on a rank that does not ask the servers.
+        """
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Names of tensors that provably differ from these rows of the last update, by copy of the weights."""
+        """Names of tensors that provably differ from the last update's rows, per copy of the weights."""
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-probs at temperature 1 of all tokens but the first, by copy of the weights."""
+        """Log-probs at temperature 1 of all tokens but the first, per copy of the weights."""
 
     def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
     ) -> list[dict[int, float]]:
-        """The likeliest next tokens of each text, and their log-probs before top-p and top-k; empty on failure."""
+        """Log-probs of the likeliest next tokens per text, before top-p and top-k; empty on failure."""
 
     def unfinished(self) -> list[list[Sample]]:
         """Partially generated groups; the next `submit` resumes them before starting new prompts."""

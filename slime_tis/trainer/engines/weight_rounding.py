@@ -44,7 +44,7 @@ def coarser(first: Precision, second: Precision) -> Precision:
 
 
 def round_fp8(weight_OI: Tensor) -> Tensor:
-    """The nearest float8_e4m3fn multiples of each row's scale, in float32.
+    """Rounds to float8_e4m3fn multiples of a scale per row, in float32.
 
       s_o = max_i |w_oi| / 448,   w'_oi = s_o · e4m3(w_oi / s_o)
 
@@ -60,7 +60,7 @@ def round_fp8(weight_OI: Tensor) -> Tensor:
 
 
 def round_bits(weight_OI: Tensor, bits: int) -> Tensor:
-    """The nearest integer multiples of each row's scale, in float32; `bits` includes the sign.
+    """Rounds to integer multiples of a scale per row, in float32; `bits` includes the sign.
 
       n = 2^(bits−1) − 1,   s_o = max_i |w_oi| / n,   w'_oi = s_o · round(w_oi / s_o)
 
@@ -84,7 +84,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def row_scale(weight_OI: Tensor, largest: float) -> Tensor:
-    """max |w| / largest of each row; the smallest normal number for rows of (almost) zeros."""
+    """Row-wise max |w| / largest; the smallest normal number if a row is (almost) zero."""
     scale_O1 = weight_OI.abs().amax(-1, keepdim=True) / largest
     # A scale of 0 would make 0 / 0 = NaN of a row of zeros.
     return scale_O1.clamp_min(torch.finfo(torch.float32).tiny)
@@ -110,9 +110,10 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
     if precision == "fp32":
         return weight
     largest = LARGEST[precision]
-    scale = row_scale(weight, largest) if precision in ROUNDINGS else None
+    scale = None
     scaled = weight.abs()
-    if scale is not None:
+    if precision in ROUNDINGS:
+        scale = row_scale(weight, largest)
         scaled = scaled / scale
         # Division may make the row's largest number smaller; then the engine would compute another
         # scale from the rounded row.

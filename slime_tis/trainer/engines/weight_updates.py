@@ -209,7 +209,7 @@ def sampled_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledR
     """Returns evenly spaced rows of a trained tensor and of the tensor sent for it."""
     stride = row_stride(weight)
     trained = weight[::stride].detach().float()
-    # An engine rounds what it gets to nearest, also if --weight-update-rounding did not.
+    # The engine itself rounds to nearest what --weight-update-rounding has left unrounded.
     rounded = round_nearest(sent[::stride].detach(), precision)
     return SampledRows(
         # `copy`: the trainer changes a CPU tensor in place at its next step.
@@ -221,7 +221,7 @@ def sampled_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledR
 
 
 def block_sums(weight: Tensor) -> Tensor:
-    """Sums of the bits of each block of a float32 tensor's rows and columns, on the CPU.
+    """Sums the bits of a float32 tensor per block of rows and per block of columns.
 
     A changed sum proves a changed block; two changes that cancel in a sum go unnoticed.
     """

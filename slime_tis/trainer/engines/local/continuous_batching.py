@@ -43,8 +43,8 @@ from slime_tis.trainer.engines.local.slot_cache import Slot, SlotCache, Window, 
 from slime_tis.trainer.engines.local.token_sampling import sample_tokens
 
 BLOCK = 32
-"""Least tokens by which slots grow. Long slots grow by a quarter at most, because growing copies
-the cache."""
+"""Least growth of slots, in tokens. Long slots grow by an eighth to a quarter, because growing
+copies the cache."""
 MIN_SHARED = 8
 """Shared tokens from which copying another slot is faster than computing."""
 PREFILL_SHARE = 8
@@ -56,7 +56,8 @@ PREFILL_COLUMNS = 1024
 """Maximum tokens of a sequence in one pass; bounds the memory of attention masks."""
 PREFILL_TOKENS = 8192
 """Maximum tokens of a pass, including padding."""
-NARROW = 64  # columns up to which padding costs less than another pass
+NARROW = 64
+"""Columns up to which padding costs less than another pass."""
 SAFE_POINT_INTERVAL = 0.5
 """Seconds between two safe points while no request is in flight."""
 LOOP_TURNS = 4
@@ -95,7 +96,10 @@ class ContinuousBatching:
         self._failure: BaseException | None = None
 
     async def answer(self, request: Request) -> Generation:
-        """Answers one request; raises the exception that ended `run`. A cancelled request leaves the batch."""
+        """Answers one request, which leaves the batch if its coroutine is cancelled.
+
+        Raises the exception that ended `run`.
+        """
         if self._failure is not None:
             raise self._failure
         work = self._add(request, request_uniforms(request.key))
@@ -107,7 +111,7 @@ class ContinuousBatching:
         return work.generation
 
     def answer_all(self, requests: Iterable[tuple[Request, Tensor]]) -> list[Generation]:
-        """Answers requests, each with the uniforms of its tokens, without an event loop."""
+        """Answers requests without an event loop; every request comes with its uniforms."""
         works = [self._add(request, iter(uniforms.numpy())) for request, uniforms in requests]
         while self._is_busy:
             self.check_interrupts()
@@ -115,7 +119,7 @@ class ContinuousBatching:
         return [work.generation for work in works if work.generation]
 
     def _add(self, request: Request, uniforms: Iterator[float]) -> Work:
-        """Makes a request one of the waiting ones; a request without room for a token is answered."""
+        """Appends a request to the waiting ones, or answers it if no token has room."""
         sampling = request.options.sampling
         stop = request.options.stop
         limit = sampling.max_response_len
@@ -150,13 +154,17 @@ class ContinuousBatching:
                 slot.session = None
 
     async def run(self) -> None:
-        """Answers requests until it is cancelled; an exception of the model or a safe point ends all requests."""
+        """Answers requests until it is cancelled.
+
+        An exception of the model or of `check_interrupts` ends all requests.
+        """
         try:
             while True:
                 self.check_interrupts()
                 finished = self.step()
-                # let coroutines run between steps, longer after an answer
-                for _ in range(LOOP_TURNS if finished else 1):
+                # Coroutines run between steps, and longer after an answer.
+                turns = LOOP_TURNS if finished else 1
+                for _ in range(turns):
                     await asyncio.sleep(0)
                 if not self._is_busy:
                     self._arrived.clear()
@@ -165,26 +173,27 @@ class ContinuousBatching:
                             await self._arrived.wait()
         except Exception as error:
             self._failure = error
-            works = list(self._waiting) + [slot.work for slot in self._slots if slot.work]
-            for work in works:
+            running = [slot.work for slot in self._slots if slot.work]
+            for work in chain(self._waiting, running):
                 if work.future and not work.future.done():
                     work.future.set_exception(error)
             raise
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Admits requests, prefills some, and samples a token of each decoding request.
+        """Admits requests, prefills some, and samples a token for every decoding request.
 
         Returns:
             Whether a request was answered.
         """
-        # copies of the list, because `_leave` and `_swap` reorder the slots
+        # A copy of the list, because `_leave` reorders the slots.
         for slot in list(self._slots):
             if slot.work and slot.work.is_cancelled:
                 self._leave(slot)
         self._admit()
         if self._prefill():
-            self._admit()  # requests with the same input share its logits
+            # Requests with the same input share its logits.
+            self._admit()
         ready = [slot for slot in self._slots[self._decoding :] if slot.logits is not None]
         is_answered = False
         if ready:
@@ -206,7 +215,8 @@ class ContinuousBatching:
         running = [slot.work for slot in self._slots if slot.work]
         source: Slot | None = None
         shared = 0
-        shared_request: Request | None = None  # its prefix was searched already
+        # The request whose prefix was searched last.
+        shared_request: Request | None = None
         while self._waiting:
             work = self._waiting.popleft()
             if work.is_cancelled:
@@ -227,7 +237,7 @@ class ContinuousBatching:
             work.pending = tokens[len(slot.tokens) :]
             work.waited = 0
             if not work.token_ids and len(work.pending) != 1:
-                # the prompt's other samples share this slot, without a search
+                # The prompt's other samples share this slot, without a search.
                 shared_request = work.request
                 source = slot
                 shared = len(tokens)
@@ -277,8 +287,8 @@ class ContinuousBatching:
         if is_full:
             idle = [slot for slot in self._slots if slot.work is None and slot is not source]
         if source is not None and source.work is None:
-            # take the slot itself, unless its conversation may need the tokens after the shared
-            # ones
+            # Takes the slot itself, unless its conversation may need the tokens after the shared
+            # ones.
             ended = source.session in (None, work.request.session)
             if ended or shared == len(source.tokens) or (is_full and not idle):
                 source.tokens = source.tokens[:shared]
@@ -299,7 +309,8 @@ class ContinuousBatching:
     def _capacity_for(self, length: int, running: Sequence[Work]) -> int | None:
         """The slot size that fits one more request, or None."""
         capacity = max(self._cache.capacity, whole_blocks(length))
-        if len(running) >= self._most_slots(capacity):  # long sequences may have ended
+        if len(running) >= self._most_slots(capacity):
+            # Long sequences may have ended, so that smaller slots are enough.
             longest = max([len(work.known) for work in running], default=0)
             capacity = whole_blocks(max(length, longest))
         if len(running) >= self._most_slots(capacity):
@@ -340,11 +351,13 @@ class ContinuousBatching:
             self._cache.resize(slots, capacity)
 
     def _arrange(self) -> None:
-        """Moves the sequences to the rows of their slots, and copies shared prefixes."""
+        """Moves sequences to the rows that belong to their slots, and copies shared prefixes."""
         moved = [slot for slot in self._slots if slot.row != slot.index]
         if moved:
+            sources = [slot.row for slot in moved]
+            targets = [slot.index for slot in moved]
             length = max(len(slot.tokens) for slot in moved)
-            self._cache.move([slot.row for slot in moved], [slot.index for slot in moved], length)
+            self._cache.move(sources, targets, length)
             for slot in moved:
                 slot.row = slot.index
 
@@ -393,7 +406,7 @@ class ContinuousBatching:
         return bool(slots)
 
     def _decode(self) -> bool:
-        """Feeds the last token of each sequence and samples the next; returns whether a request was answered."""
+        """Feeds the last tokens and samples the next; returns whether a request was answered."""
         longest = max(len(slot.tokens) for slot in self._slots[: self._decoding]) + 1
         if longest > self._cache.capacity:
             self._resize(whole_blocks(longest))
@@ -407,7 +420,7 @@ class ContinuousBatching:
         """Feeds tokens to the slots from `first` on, padded on the left.
 
         Returns:
-            Logits [B, V] after the last token of each slot.
+            Logits [B, V] after the last tokens.
         """
         self._arrange()
         slots = self._slots[first : first + len(fed)]
@@ -420,13 +433,15 @@ class ContinuousBatching:
         positions_BT = ends_B1 - columns + torch.arange(columns, device=device)
         window = Window(first=first, slots=len(fed), length=max(lengths), columns=columns)
         if min(lengths) == max(lengths) and min(map(len, fed)) == columns:
-            # equal positions in all rows: one row of positions and of the mask is broadcast
+            # All rows have equal positions: one row of positions and of the mask is broadcast.
             positions_BT = positions_BT[:1]
         else:
             fed_B1 = torch.tensor([[len(tokens)] for tokens in fed], device=device)
             is_fed_BT = torch.arange(columns, 0, -1, device=device) <= fed_B1
             window.row_T, window.column_T = is_fed_BT.nonzero(as_tuple=True)
-            positions_BT = positions_BT.clamp(min=0)  # of padding, which attends to the first token
+            # Padding has negative positions. It attends to the first token, because a row without
+            # any allowed token gives NaN.
+            positions_BT = positions_BT.clamp(min=0)
             window.position_T = positions_BT[window.row_T, window.column_T]
         self._cache.window = window
         allowed = torch.arange(max(lengths), device=device) <= positions_BT[:, :, None]
@@ -451,7 +466,7 @@ class ContinuousBatching:
         return logits_BV
 
     def _sample(self, slots: Sequence[Slot], logits_AV: Tensor) -> bool:
-        """Samples the next token of each slot; returns whether a request was answered."""
+        """Samples the next tokens of slots; returns whether a request was answered."""
         works = [slot.work for slot in slots if slot.work]
         rows_by_distribution: dict[tuple[float, float, int], list[int]] = defaultdict(list)
         for row, work in enumerate(works):
@@ -460,7 +475,8 @@ class ContinuousBatching:
             logits = logits_AV
             if len(rows) < len(works):
                 logits = logits_AV[torch.tensor(rows, device=logits_AV.device)]
-            self._draw([works[row] for row in rows], logits, distribution)
+            works_of_rows = [works[row] for row in rows]
+            self._draw(works_of_rows, logits, distribution)
         is_answered = False
         for slot, work in zip(slots, works, strict=True):
             slot.logits = None
@@ -475,10 +491,11 @@ class ContinuousBatching:
     def _draw(
         self, works: Sequence[Work], logits_BV: Tensor, distribution: tuple[float, float, int]
     ) -> None:
-        """Draws a token of each request from the same temperature, top-p and top-k."""
+        """Draws one token per request, all with the same temperature, top-p and top-k."""
         temperature, top_p, top_k = distribution
-        # float64: the search in the cumulative sums is exact for large vocabularies
-        uniforms = torch.tensor([next(work.uniforms) for work in works], dtype=torch.float64)
+        numbers = [next(work.uniforms) for work in works]
+        # float64, so that the search in the cumulative sums is exact for large vocabularies.
+        uniforms = torch.tensor(numbers, dtype=torch.float64)
         tokens, log_probs, drawn_from_BV = sample_tokens(
             logits_BV,
             uniforms.to(logits_BV.device),
@@ -492,7 +509,7 @@ class ContinuousBatching:
             work.log_probs.append(log_prob)
         if any(work.request.options.sampling.return_sampling_mask for work in works):
             allowed_BV = drawn_from_BV > -torch.inf
-            # an empty set stands for the complete vocabulary
+            # An empty set stands for the complete vocabulary.
             allowed_BV &= ~allowed_BV.all(-1, keepdim=True)
             token_ids = allowed_BV.nonzero()[:, 1].to(torch.int32).cpu()
             sets = token_ids.split(allowed_BV.sum(-1).tolist())
@@ -529,14 +546,16 @@ class ContinuousBatching:
         if work.future:
             work.future.set_result(None)
         else:
-            self._remove(slot)  # the sample has no next turn
+            # A request of `answer_all` has no next turn.
+            self._remove(slot)
 
 
 def whole_blocks(length: int) -> int:
     """The slot size for sequences of up to `length` tokens."""
     block = BLOCK
     if length > 4:
-        block = max(BLOCK, 1 << length.bit_length() - 3)  # an eighth to a quarter of the length
+        # The block is an eighth to a quarter of the length.
+        block = max(BLOCK, 1 << length.bit_length() - 3)
     return -(-length // block) * block
 
 

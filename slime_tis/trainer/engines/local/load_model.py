@@ -1,5 +1,6 @@
 """Loads a Hugging Face checkpoint directory for sampling."""
 
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -44,8 +45,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: The directory has no tokenizer, or the tokenizer does not load.
     """
+    directory = Path(path)
     # Without a vocabulary file, transformers would return an empty tokenizer.
-    if not any((Path(path) / name).is_file() for name in VOCABULARIES):
+    if not any((directory / name).is_file() for name in VOCABULARIES):
         raise ValueError(
             f"--hf-checkpoint is {str(path)!r}, which has no tokenizer: none of"
             f" {', '.join(VOCABULARIES)}; copy its files there."
@@ -70,9 +72,10 @@ def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
     per expert.
     """
     persistent = model.state_dict().keys()
-    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     weights: dict[str, Tensor] = {}
-    for name, weight in held:
+    # Duplicates are kept: a tied output layer has a name too.
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, weight in chain(parameters, model.named_buffers()):
         layer = name.rpartition(".")[0]
         if name.endswith(".experts.gate_up_proj"):
             for i, expert in enumerate(weight):
@@ -110,6 +113,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         ids = tokenizer.eos_token_id
     if ids is None:
         return ()
+    # A generation configuration may have several.
     if isinstance(ids, (list, tuple)):
         return tuple(ids)
     return (ids,)

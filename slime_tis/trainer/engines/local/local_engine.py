@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -53,15 +54,21 @@ NAME = "the local engine"
 def roundings(
     model: PreTrainedModel, precision: str, router_bits: int | None
 ) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns the rounding function of each rounded weight, by name; a `router_bits` of None leaves routers alone."""
+    """Returns the rounding functions of weights by name.
+
+    Args:
+        model: The rollout model.
+        precision: Rounds linear layers and experts if it is fp8, int8 or int4.
+        router_bits: Rounds routers to this number of bits; None does not round them.
+    """
     by_name: dict[str, Callable[[Tensor], Tensor]] = {}
     if precision in ROUNDINGS:
         by_name = dict.fromkeys(linear_weight_names(model), ROUNDINGS[precision])
     if router_bits is not None:
-        routers = [
-            name for name, _ in model.named_parameters() if name.endswith(".mlp.gate.weight")
-        ]
-        by_name |= dict.fromkeys(routers, partial(round_bits, bits=router_bits))
+        round_router = partial(round_bits, bits=router_bits)
+        for name, _ in model.named_parameters():
+            if name.endswith(".mlp.gate.weight"):
+                by_name[name] = round_router
     return by_name
 
 
@@ -87,10 +94,10 @@ class CompletedRollout:
 
 
 class LocalEngine:
-    """Samples with a Hugging Face model in this process; see `engine.RolloutEngine`.
+    """Samples with a Hugging Face model in this process; see `rollout_engine.RolloutEngine`.
 
     A sample depends only on the seed, its prompt and the weights, not on its batch or rank. In a
-    torch.distributed job every rank holds the whole model and samples its share of the prompts.
+    torch.distributed job every rank has the complete model and samples its share of the prompts.
 
     Engines with 8-bit and 4-bit weights are emulated: matrices of linear layers and experts are
     rounded when they are loaded, and the model computes with the rounded values in float32.
@@ -112,8 +119,9 @@ class LocalEngine:
     ) -> None:
         """Loads the model."""
         self.weight_version = 0
-        self._is_asked = False
-        self._tokenizer, self._check_interrupts = tokenizer, check_interrupts
+        self._serves_functions = False
+        self._tokenizer = tokenizer
+        self._check_interrupts = check_interrupts
         self._model = load_model(hf_checkpoint, DTYPES.get(precision, torch.float32)).to(device)
         check_config(self._model.config)
         self._weights = weights_by_file_name(self._model)
@@ -155,17 +163,19 @@ class LocalEngine:
             )
 
             def ended(task: asyncio.Task[None]) -> None:
-                error = CustomFunctionError(CANCELLED) if task.cancelled() else task.exception()
-                if isinstance(error, Exception):
+                # A user's function may cancel every task of the loop, this one included.
+                if task.cancelled():
+                    batch.fail(CustomFunctionError(CANCELLED))
+                elif isinstance(error := task.exception(), Exception):
                     batch.fail(error)
 
             answering = asyncio.create_task(batching.run())
             answering.add_done_callback(ended)
-            self._is_asked = True
+            self._serves_functions = True
             try:
                 await batch.run()
             finally:
-                self._is_asked = False
+                self._serves_functions = False
                 await cancel_and_wait([answering])
 
         calls = resumed_groups([], prompts, sampling.n_samples, seed)
@@ -174,20 +184,31 @@ class LocalEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> list[list[Sample]]:
-        """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""
+        """See `rollout_engine.RolloutEngine`.
+
+        Raises:
+            ValueError: A prompt leaves no room for a response.
+        """
         for prompt in prompts:
             check_room(prompt, sampling, self.max_context_len)
         calls = resumed_groups([], prompts, sampling.n_samples, seed)
-        groups = map_over_ranks(lambda share: self._respond(share, sampling), calls)
-        answered = [zip(*pair, strict=True) for pair in zip(calls, groups, strict=True)]
-        return [
-            [sample_of(one.prompt, made, one.group_index, one.number) for one, made in pair]
-            for pair in answered
-        ]
+        responses = map_over_ranks(lambda share: self._respond(share, sampling), calls)
+        groups = []
+        for calls_of_group, responses_of_group in zip(calls, responses, strict=True):
+            samples = []
+            for call, response in zip(calls_of_group, responses_of_group, strict=True):
+                samples.append(sample_of(call.prompt, response, call.group_index, call.number))
+            groups.append(samples)
+        return groups
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Loads all weights and rounds them; raises ValueError if they do not fit, and RuntimeError during requests."""
-        if self._is_asked:
+        """Loads all weights and rounds them.
+
+        Raises:
+            ValueError: A weight is unknown, missing or of another shape.
+            RuntimeError: Functions are sending requests.
+        """
+        if self._serves_functions:
             raise RuntimeError(
                 "weights cannot change while functions use the local engine; update them"
                 " afterwards."
@@ -198,11 +219,12 @@ class LocalEngine:
             if held is None or tensor.shape != held.shape:
                 shape = tuple(tensor.shape)
                 raise ValueError(
-                    f"weight update {version} has {name!r} of shape {shape}; the rollout model has"
-                    " not."
+                    f"weight update {version} has {name!r} of shape {shape}, and the rollout model"
+                    " does not."
                 )
             self._assign(name, tensor)
             arrived.add(held.data_ptr())
+        # By address: tied weights have two names but arrive under one.
         missing = [
             name for name, weight in self._weights.items() if weight.data_ptr() not in arrived
         ]
@@ -214,38 +236,36 @@ class LocalEngine:
         self.weight_version = version
 
     def weight_precision(self, name: str) -> Precision:
-        """The 8-bit or 4-bit precision of rounded tensors, else the tensor's dtype; router biases stay in float32."""
-        rounding, held = ROUNDINGS.get(self._precision), self._weights.get(name)
+        """The 8-bit or 4-bit precision of rounded weights, else the weight's dtype.
+
+        Router biases, which transformers keeps in float32, count as fp32.
+        """
+        rounding = ROUNDINGS.get(self._precision)
         if rounding is not None and self._roundings.get(name) is rounding:
             return self._precision
-        return (
-            "fp32"
-            if held is None
-            else next(name for name, dtype in DTYPES.items() if dtype == held.dtype)
-        )
+        if name not in self._weights:
+            return "fp32"
+        precisions = {dtype: precision for precision, dtype in DTYPES.items()}
+        return precisions[self._weights[name].dtype]
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Tensors whose rows differ in any bit, except routers with their own rounding."""
+        """Tensors whose rows differ in any bit, except routers that --rollout-router-bits rounds."""
         rounding = ROUNDINGS.get(self._precision)
-        comparable = {
-            name: rows
-            for name, rows in sent.items()
-            if self._roundings.get(name) in (None, rounding)
-        }
-        held = self._weights | {
-            OUTPUT_LAYER: self._model.get_output_embeddings().weight
-        }  # also if it is tied
-        return {
-            NAME: [
-                name
-                for name, rows in comparable.items()
-                if not torch.equal(held[name][rows.first :: rows.stride].float().cpu(), rows.rows)
-            ]
-        }
+        # Looked up in the model: a tied output layer can have become a stale copy.
+        output_layer = {OUTPUT_LAYER: self._model.get_output_embeddings().weight}
+        held = self._weights | output_layer
+        wrong = []
+        for name, rows in sent.items():
+            if self._roundings.get(name) not in (None, rounding):
+                continue
+            held_rows = held[name][rows.first :: rows.stride].float().cpu()
+            if not torch.equal(held_rows, rows.rows):
+                wrong.append(name)
+        return {NAME: wrong}
 
     @torch.no_grad()
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """See `engine.RolloutEngine`."""
+        """See `rollout_engine.RolloutEngine`."""
         ids = torch.tensor([list(token_ids)], device=self._model.device)
         log_probs = log_softmax(self._model(ids).logits[0, :-1])
         return {NAME: log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
@@ -254,12 +274,11 @@ class LocalEngine:
     def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
     ) -> list[dict[int, float]]:
-        """See `engine.RolloutEngine`."""
+        """See `rollout_engine.RolloutEngine`."""
         result = []
         for text in texts:
-            logits_BV = self._model(torch.tensor([list(text)], device=self._model.device)).logits[
-                :, -1
-            ]
+            ids = torch.tensor([list(text)], device=self._model.device)
+            logits_BV = self._model(ids).logits[:, -1]
             logits_BV = filtered_logits(
                 logits_BV, temperature=sampling.temperature, top_p=1.0, top_k=-1
             )
@@ -285,22 +304,22 @@ class LocalEngine:
 
     def save_weights(self, directory: Path) -> None:
         """Writes the rounded weights into a checkpoint."""
-        save_file(
-            {name: weight.cpu() for name, weight in self._tensors()}, directory / ROLLOUT_WEIGHTS
-        )
+        tensors = {name: weight.cpu() for name, weight in self._tensors()}
+        save_file(tensors, directory / ROLLOUT_WEIGHTS)
 
     def load_weights(self, directory: Path, version: int) -> None:
-        """Loads the weights that `save_weights` wrote, without rounding them again; ValueError if they do not fit."""
+        """Loads the weights that `save_weights` wrote, without rounding them again.
+
+        Raises:
+            ValueError: The file is damaged, or its weights do not fit.
+        """
         path = directory / ROLLOUT_WEIGHTS
         try:
             with safe_open(str(path), "pt") as file, torch.no_grad():
                 for name, weight in self._tensors():
                     weight.copy_(file.get_tensor(name))
-        except (
-            SafetensorError,
-            RuntimeError,
-            OSError,
-        ) as error:  # RuntimeError: a tensor of another shape
+        # `copy_` raises RuntimeError if the file's tensor has another shape.
+        except (SafetensorError, RuntimeError, OSError) as error:
             raise ValueError(
                 f"{path} was not loaded: {first_line(error)}; restore the checkpoint."
             ) from error
@@ -311,16 +330,18 @@ class LocalEngine:
         del self._model, self._weights
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the model under its names, each once; buffers such as rotary tables are left out."""
         persistent = self._model.state_dict().keys()
         yield from self._model.named_parameters()
-        yield from (
-            (name, buffer) for name, buffer in self._model.named_buffers() if name in persistent
-        )
+        for name, buffer in self._model.named_buffers():
+            if name in persistent:
+                yield name, buffer
 
     def _assign(self, name: str, tensor: Tensor) -> None:
+        if name in self._roundings:
+            tensor = self._roundings[name](tensor)
         with torch.no_grad():
-            rounding = self._roundings.get(name)
-            self._weights[name].copy_(tensor if rounding is None else rounding(tensor))
+            self._weights[name].copy_(tensor)
 
     def _batching(self, sampling: Sampling) -> ContinuousBatching:
         return ContinuousBatching(
@@ -336,17 +357,25 @@ class LocalEngine:
     def _respond(
         self, groups: Sequence[Sequence[FunctionCall]], sampling: Sampling
     ) -> list[list[Generation]]:
-        n_samples, options = (
-            sampling.n_samples,
-            RequestOptions(sampling=sampling, no_stop_trim=True),
-        )
+        """Samples the responses of each group."""
+        options = RequestOptions(sampling=sampling, no_stop_trim=True)
         requests = []
-        for index, (first, *_) in enumerate(groups):
-            ids, key = list(first.prompt.token_ids), first.key
-            request = Request(token_ids=ids, options=options, key=b"", session=(index, None))
-            uniforms = prompt_uniforms(*key[:3], n_samples, sampling.max_response_len)
-            requests += [(request, row) for row in uniforms]
-        responses = self._batching(sampling).answer_all(requests)
-        return [
-            responses[start : start + n_samples] for start in range(0, len(responses), n_samples)
-        ]
+        for index, group in enumerate(groups):
+            first = group[0]
+            request = Request(
+                token_ids=list(first.prompt.token_ids),
+                options=options,
+                key=b"",  # the uniforms below replace those of the key
+                session=(index, None),
+            )
+            uniforms = prompt_uniforms(
+                first.key.seed,
+                first.key.prompt_index,
+                first.key.occurrence,
+                n_samples=sampling.n_samples,
+                length=sampling.max_response_len,
+            )
+            for row in uniforms:
+                requests.append((request, row))
+        responses = iter(self._batching(sampling).answer_all(requests))
+        return [list(islice(responses, len(group))) for group in groups]

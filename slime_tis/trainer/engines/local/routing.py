@@ -15,7 +15,10 @@ combine weights."""
 
 
 class RoutingRecorder:
-    """A context manager that records the calls `experts(hidden_states, indices, weights)` of a model."""
+    """A context manager that records which experts a model's routers choose.
+
+    transformers calls `experts(hidden_states, indices, weights)` in every sparse layer.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._experts = [
@@ -34,11 +37,12 @@ class RoutingRecorder:
             hook.remove()
 
     def take(self, batch: int) -> Routing:
-        """[batch, tokens, layers, k] of the forward pass since the last call."""
-        calls, self._calls = self._calls, []
-        assert len(calls) == len(self._experts)
-        experts = torch.stack([indices for indices, _ in calls], -2).to(self._dtype)
-        weights = torch.stack([weights for _, weights in calls], -2).float()
+        """Returns [batch, tokens, layers, k] of the forward pass since the last call."""
+        assert len(self._calls) == len(self._experts)
+        experts_of_layers, weights_of_layers = zip(*self._calls, strict=True)
+        self._calls = []
+        experts = torch.stack(experts_of_layers, -2).to(self._dtype)
+        weights = torch.stack(weights_of_layers, -2).float()
         return experts.unflatten(0, (batch, -1)), weights.unflatten(0, (batch, -1))
 
     def _record(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -48,31 +52,28 @@ class RoutingRecorder:
 
 def expert_dtype(experts: int) -> torch.dtype:
     """The smallest integer type for this number of experts."""
-    return torch.uint8 if experts <= 256 else torch.int16
+    if experts <= 256:
+        return torch.uint8
+    return torch.int16
 
 
 def has_usable_experts(sample: Sample, sizes: MoeSizes) -> bool:
-    """Whether the experts of a sample can be replayed: recorded for every token but the last, and possible."""
-    experts, shape = (
-        sample.rollout_routed_experts,
-        (
-            len(sample.tokens) - 1,
-            len(sizes.layers),
-            sizes.top_k,
-        ),
-    )
+    """Whether a sample's experts can be replayed: possible ones for every token but the last."""
+    experts = sample.rollout_routed_experts
+    shape = (len(sample.tokens) - 1, len(sizes.layers), sizes.top_k)
     if experts is None or experts.is_floating_point() or tuple(experts.shape) != shape:
         return False
     if experts.numel() == 0 or int(experts.min()) < 0 or int(experts.max()) >= sizes.num_experts:
         return False
-    return not any(
-        bool((experts[..., step:] == experts[..., :-step]).any()) for step in range(1, sizes.top_k)
-    )
+    # A router chooses distinct experts. Sorted, a repeated expert is next to itself.
+    ordered = experts.sort(-1).values
+    return bool((ordered[..., 1:] != ordered[..., :-1]).all())
 
 
 def has_usable_weights(sample: Sample) -> bool:
-    """Whether a sample has a combine weight for each of its experts, finite and not negative."""
-    experts, weights = sample.rollout_routed_experts, sample.rollout_routing_weights
+    """Whether every expert of a sample has a finite, non-negative combine weight."""
+    experts = sample.rollout_routed_experts
+    weights = sample.rollout_routing_weights
     if experts is None or weights is None or weights.shape != experts.shape:
         return False
     return bool((weights.isfinite() & (weights >= 0)).all())

@@ -1,4 +1,6 @@
-"""Requests in progress, and a key/value cache with one slot per sequence, in transformers' cache interface.
+"""Requests in progress, and a key/value cache with one slot per sequence.
+
+The cache has the interface of transformers' caches.
 
 Shapes: suffix _T one value per token of a forward pass, packed.
 """
@@ -43,7 +45,7 @@ class Work:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     sets: list[Tensor] = field(default_factory=list)
-    """Candidate tokens of each sampled token, if recorded; empty for the whole vocabulary."""
+    """Candidate tokens per sampled token, if recorded; empty for the complete vocabulary."""
 
     @property
     def known(self) -> list[int]:
@@ -74,7 +76,9 @@ class Slot:
     @property
     def pending(self) -> list[int]:
         """The tokens of the request that are not in the cache."""
-        return self.work.pending if self.work else []
+        if self.work is None:
+            return []
+        return self.work.pending
 
     def may_share(self, tokens: Sequence[int], count: int) -> bool:
         """Whether the slot may share the first `count` tokens: the last of them is equal."""
@@ -89,14 +93,13 @@ class Slot:
 
 @dataclass(kw_only=True)
 class Window:
-    """The slots of one forward pass, and the positions of its tokens."""
+    """The slots of a forward pass, and token positions within it."""
 
     first: int
     slots: int
     """Number of contiguous slots, the rows of the pass."""
     row_T: Tensor | None = None
-    """Row of each token in the pass; None if all sequences have the same length and there is no
-    padding."""
+    """Row of each token; None if all sequences have the same length and there is no padding."""
     length: int
     """Tokens of the longest sequence, including this pass."""
     columns: int
@@ -188,7 +191,7 @@ class SlotCache:
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
         self.slots = 0
         self.capacity = 0
-        """Tokens of each slot."""
+        """Size of a slot, in tokens."""
         self._device = device
         self._layers = [SlotLayer(self) for _ in DynamicCache(config=config).layers]
         self._experts = SlotTensor(token_dim=1)
@@ -231,10 +234,15 @@ class SlotCache:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raises ValueError if a layer has no full key/value cache, or if rotary embeddings depend on the batch."""
+    """Checks that the cache can replace transformers' and that a row does not depend on the batch.
+
+    Raises:
+        ValueError: A layer has no full key/value cache, or rotary embeddings depend on the batch.
+    """
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
     others = sorted(kinds - {DynamicLayer.__name__})
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    rope = rope_parameters.get("rope_type")
     if others:
         problem = f"a cache of {', '.join(others)}"
     elif rope in LENGTH_DEPENDENT_ROPE:

@@ -1,24 +1,26 @@
 """Draws tokens from logits, with log-probs of exactly the sampled distribution.
 
-Shape suffixes: B rows, V vocabulary, C chunks of it.
+Shape suffixes: B rows, V vocabulary, C chunks of the vocabulary.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-CDF_CHUNK = (
-    512  # tokens per chunk of the two-level search: the first level of 150k tokens has 300 entries
-)
+CDF_CHUNK = 512
+"""Tokens per chunk of the two-level search; a vocabulary of 150k tokens has 300 chunks."""
 
 
 def sample_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, *, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws one token per row by inverse CDF; temperature 0 takes the most likely one, at temperature 1.
+    """Draws one token per row by inverse CDF.
 
-    Returns tokens [B], their log-probs [B] float32, and the logits [B, V] of the sampled
-    distribution up to a constant per row, −inf at removed tokens.
+    Temperature 0 takes the most likely token, with its log-prob at temperature 1.
+
+    Returns:
+        Tokens [B], log-probs [B] float32, and the logits [B, V] of the sampled distribution, up to
+        a constant per row and −inf at removed tokens.
     """
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
@@ -27,7 +29,8 @@ def sample_tokens(
         return tokens_B, log_probs_B, log_probs_BV
     shifted_BV = filtered_logits(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k)
     shifted_BV = shifted_BV - shifted_BV.amax(-1, keepdim=True)
-    weights_BV = shifted_BV.exp()  # probabilities would need another pass over the vocabulary
+    # Unnormalized: probabilities would need another pass over the vocabulary.
+    weights_BV = shifted_BV.exp()
     tokens_B = inverse_cdf(weights_BV, uniforms_B)
     sampled_B = shifted_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
     log_probs_B = sampled_B - weights_BV.sum(-1).log()
@@ -52,9 +55,8 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
     if top_p < 1.0:
         ordered_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
         probs_BV = ordered_BV.softmax(-1)
-        above_BV = (
-            probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV
-        )  # sum over more likely tokens
+        # The sum over more likely tokens: the most likely token is always kept.
+        above_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV
         removed_BV = torch.zeros_like(order_BV, dtype=torch.bool)
         removed_BV = removed_BV.scatter(-1, order_BV, above_BV >= top_p)
         scaled_BV = scaled_BV.masked_fill(removed_BV, -torch.inf)
@@ -62,7 +64,7 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
 
 
 def log_softmax(logits_BV: Tensor) -> Tensor:
-    """log softmax of each row in float32: z − max z − log Σ_v exp(z_v − max z).
+    """Row-wise log softmax in float32: z − max z − log Σ_v exp(z_v − max z).
 
     torch's log_softmax loses digits of that sum on a CPU: with a vocabulary of 150k all log-probs
     are 1e-5 to 2e-5 too high. `Tensor.sum` adds in pairs and leaves unbiased rounding errors. The
@@ -97,12 +99,15 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def _search(weights_BV: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column whose cumulative weight exceeds the target, and how far into it the target lies."""
+    """Finds the first column whose cumulative weight exceeds the target.
+
+    Returns:
+        Columns [B], and the target minus the weights before the column [B].
+    """
     cumulative_BV = weights_BV.cumsum(-1)
     total_B = cumulative_BV[:, -1]
-    below_total_B = torch.nextafter(
-        total_B, torch.zeros_like(total_B)
-    )  # rounding may lift u · Σ to Σ
+    # Rounding may lift u · Σ to Σ, which no cumulative weight exceeds.
+    below_total_B = torch.nextafter(total_B, torch.zeros_like(total_B))
     targets_B = torch.minimum(targets_B, below_total_B)
     columns_B = (cumulative_BV <= targets_B[:, None]).sum(-1)
     before_BV = torch.nn.functional.pad(cumulative_BV, (1, 0))
