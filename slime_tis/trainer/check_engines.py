@@ -1,19 +1,20 @@
 """Compares both engines on a few answers before training relies on them (`--check-engines`).
 
 The rollout engine answers some prompts with the options of training, and the training engine scores
-the answers by the same weights: Δ = log π_train − log π_rollout of every sampled token. A mean |Δ|
-above `max_gap`, which precision explains, or a pattern that precision does not make starts the
-search for the cause. After the first weight update SGLang answers the same prompts again: a prefix
-cache with states of older weights raises mean |Δ| then.
+the answers with the same weights: Δ = log π_train − log π_rollout of every sampled token. The
+search for the cause starts if mean |Δ| is above `max_gap`, the bound that precision explains, or if
+Δ has a pattern that precision does not explain. After the first weight update SGLang answers the
+same prompts again. A prefix cache with states of older weights then raises mean |Δ|.
 
-At one position of an answer to each prompt the likeliest next tokens of both engines are compared
-too (`analysis.diagnosis.top_tokens`), which needs no reference and shows settings of the sampler.
+For each prompt, the likeliest next tokens of both engines are compared too, at one position of an
+answer (`analysis.diagnosis.top_tokens`). This needs no reference and shows settings of the sampler.
 """
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,9 +56,9 @@ SEED = 2**32 - 1
 MAX_PROVEN_BYTES = 1 << 30
 """Largest checkpoint that the search for the cause scores again on a CPU."""
 GROWTH = 3.0
-"""After an update mean |Δ| may grow by this factor, and by `SMALL`."""
+"""Factor by which mean |Δ| may grow after an update, in addition to `SMALL`."""
 SMALL = 1e-4
-"""Nats per token."""
+"""Growth of mean |Δ| that is always allowed, in nats per token."""
 MARGIN = 0.5
 """Largest mean |Δ| of sampled tokens as a share of `max_gap`: twice the noise of SmolLM2-135M in
 bf16 or fp8."""
@@ -104,8 +105,8 @@ class EngineCheck:
     path: Path
     """Dump of the answers if the engines disagree."""
     repeats: bool
-    """Whether to compare again after the first weight update: the engine has a cache of
-    prefixes."""
+    """Whether to compare again after the first weight update: only an engine with a prefix cache
+    needs it."""
     gap: float | None = field(default=None, init=False)
     """Mean |Δ| before the first step, nats; None before the check."""
 
@@ -141,7 +142,8 @@ class EngineCheck:
         top = self._top_tokens(samples, bound / 2)
         if top is not None:
             size = f"{size}; {top.size}"
-        is_large = not gap <= bound  # also if the gap is NaN
+        # Negated, so that a gap of NaN is large.
+        is_large = not gap <= bound
         fault = on_rank_zero(lambda: self._fault(table, top, is_large=is_large))
         if fault is None:
             return [f"engines agree before the first step: {size}"]
@@ -193,14 +195,17 @@ class EngineCheck:
         sampling = self._sampling
         seed = (self.learner.rollout.rollout_seed << 32) + SEED
         groups = self.sampler.generate(self.prompts, sampling, seed)
-        samples = [sample for group in groups for sample in group if sample.response_length]
+        samples = [sample for sample in chain.from_iterable(groups) if sample.response_length]
         if not samples:
             return None
         rows, gap = self._scores(samples)
-        parts = [sample_parts(sample, row) for sample, row in zip(samples, rows, strict=True)]
-        metadata = {"source": "slime_tis", "temperature": sampling.temperature}
-        table = TokenTable.from_parts(parts, {**metadata, "workers": list(self.sampler.workers)})
-        return samples, table, gap
+        parts = list(map(sample_parts, samples, rows))
+        metadata = {
+            "source": "slime_tis",
+            "temperature": sampling.temperature,
+            "workers": list(self.sampler.workers),
+        }
+        return samples, TokenTable.from_parts(parts, metadata), gap
 
     @property
     def _sampling(self) -> Sampling:
@@ -211,7 +216,15 @@ class EngineCheck:
         )
 
     def _scores(self, samples: Sequence[Sample], size: int = 1) -> tuple[list[list[float]], float]:
-        """Training's log-probs of each response, and mean |Δ|; a collective."""
+        """Scores responses by the training engine; a collective.
+
+        Args:
+            samples: The scored samples.
+            size: Number of samples in a micro-batch.
+
+        Returns:
+            Log-probs per response, and mean |Δ|.
+        """
         batch, log_probs_L = self.learner.score(samples, size)
         parallel = self.learner.parallel
         tokens = batch.responses.to(log_probs_L.device)
@@ -228,60 +241,69 @@ class EngineCheck:
 
         Training scores each of these tokens as a response of one token.
         """
-        texts = [
-            [*sample.prompt_ids, *sample.response_ids[: STRIDE * number % sample.response_length]]
-            for number, sample in enumerate(samples[::SAMPLES_PER_PROMPT])
-        ]
+        texts = []
+        for number, sample in enumerate(samples[::SAMPLES_PER_PROMPT]):
+            # Different positions, because errors may depend on the position.
+            length = STRIDE * number % sample.response_length
+            texts.append([*sample.prompt_ids, *sample.response_ids[:length]])
         answers = self.sampler.top_log_probs(texts, self._sampling, TOP_TOKENS)
-        found = [(text, top) for text, top in zip(texts, answers, strict=False) if top]
-        responses = [
-            Sample(
-                tokens=[*text, token],
-                response_length=1,
-                loss_mask=[1],
-                rollout_log_probs=[log_prob],
-                weight_versions=[self.sampler.weight_version],
-            )
-            for text, top in found
-            for token, log_prob in top.items()
-        ]
+        # No answers after a failure of the engine.
+        answered = [(text, top) for text, top in zip(texts, answers, strict=False) if top]
+        responses = []
+        for text, top in answered:
+            for token, log_prob in top.items():
+                response = Sample(
+                    tokens=[*text, token],
+                    response_length=1,
+                    loss_mask=[1],
+                    rollout_log_probs=[log_prob],
+                    weight_versions=[self.sampler.weight_version],
+                )
+                responses.append(response)
         if not responses:
             return None
-        trained = iter(self._scores(responses, TOP_TOKENS)[0])
-        positions = [
-            Position(text, {token: next(trained)[0] for token in top}, top) for text, top in found
-        ]
+        rows, _ = self._scores(responses, TOP_TOKENS)
+        trained = chain.from_iterable(rows)
+        positions = []
+        for text, top in answered:
+            trained_top = {token: next(trained) for token in top}
+            positions.append(Position(text, trained_top, top))
         return compare_top_tokens(positions, noise)
 
     def _fault(self, table: TokenTable, top: TopTokens | None, *, is_large: bool) -> Fault | None:
-        """Says why the engines disagree and writes the dump; None if precision explains the mismatch."""
+        """Finds why the engines disagree and writes the dump; None if precision explains it."""
         diagnosis = diagnose(table)
         finding = diagnosis.findings[0]
         is_named = finding.cause not in HARMLESS and finding.confidence >= MIN_CERTAIN_CONFIDENCE
         is_shown = top is not None and bool(top.cause)
         if not (is_large or is_named or is_shown):
             return None
-        title = CAUSES[top.cause][0] if top is not None and top.cause else finding.title
-        sentence, is_proven, engine = f"The likely cause: {title}.", is_shown, ""
+        title = finding.title
+        if top is not None and top.cause:
+            title = CAUSES[top.cause][0]
+        sentence = f"The likely cause: {title}."
+        is_proven = is_shown
+        engine = ""
         checkpoint = Path(self.learner.engine.config.hf_checkpoint)
-        if (
-            sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-            <= MAX_PROVEN_BYTES
-        ):
+        size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        if size <= MAX_PROVEN_BYTES:
+            answers = table
+            if diagnosis.server:
+                answers = table.of_worker(diagnosis.server)
             try:
-                own = table.of_worker(diagnosis.server) if diagnosis.server else table
-                _, proof = prove(own, str(checkpoint))
-            except Exception as error:  # a check that fails does not end the run
+                _, proof = prove(answers, str(checkpoint))
+            # A check that fails must not end the run.
+            except Exception as error:
                 sentence = f"{sentence} Scoring again failed: {first_line(error)}"
             else:
                 if proof.causes == ("rounding",) and not (is_large or is_shown):
                     return None
-                sentence = (
-                    f"{sentence} {proof.sentence}"
-                    if diagnosis.server or not proof.causes
-                    else proof.sentence
-                )
-                is_proven, engine = is_shown or proof.is_proven, proof.engine
+                if diagnosis.server or not proof.causes:
+                    sentence = f"{sentence} {proof.sentence}"
+                else:
+                    sentence = proof.sentence
+                is_proven = is_shown or proof.is_proven
+                engine = proof.engine
         if top is not None:
             sentence = f"{sentence} The likeliest tokens: {top.evidence}."
         with suppress(OSError, ValueError):
@@ -294,7 +316,7 @@ class EngineCheck:
 
 @contextmanager
 def outputs_of(modules: Iterable[Module]) -> Iterator[list[Tensor]]:
-    """Records the outputs [T, H] of modules in the order of their calls, float32 on the CPU."""
+    """Records the outputs [T, H] of modules in call order, float32 on the CPU."""
     outputs: list[Tensor] = []
 
     def record(_: Module, __: Any, output: Any) -> None:
@@ -313,8 +335,8 @@ def outputs_of(modules: Iterable[Module]) -> Iterator[list[Tensor]]:
 def first_different_layer(learner: Learner, sample: Sample) -> str:
     """Names the first hidden states of a sample that differ between training and transformers.
 
-    A collective. Every rank has all layers, and complete sequences unless sequence parallelism
-    splits them.
+    A collective for ranks that have all layers and complete sequences. Returns an empty text if
+    sequence parallelism splits the sequences.
     """
     module = learner.engine.model.module
     engine = learner.engine.config
@@ -331,14 +353,13 @@ def first_different_layer(learner: Learner, sample: Sample) -> str:
 
     bound = MAX_LAYER_ERROR if engine.precision == "fp32" else MAX_LOW_PRECISION_ERROR
     for number, (own, exact) in enumerate(zip(trained, on_rank_zero(reference), strict=True)):
-        rows = min(len(own), len(exact))  # a packed row may end with filler
+        # A packed row may end with filler tokens.
+        rows = min(len(own), len(exact))
         error = float((own[:rows] - exact[:rows]).norm() / exact[:rows].norm())
         if not error <= bound:
-            name = (
-                f"after layer {number - 1} of {len(trained) - 1} (from 0)"
-                if number
-                else "of the embedding"
-            )
+            name = "of the embedding"
+            if number:
+                name = f"after layer {number - 1} of {len(trained) - 1} (from 0)"
             return (
                 f" The hidden states {name} are the first that differ from transformers':"
                 f" {error:.1%} of their norm."

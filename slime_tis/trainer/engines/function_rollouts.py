@@ -114,9 +114,10 @@ class FunctionBatch:
     """Called with the number of every call that ended."""
 
     def __post_init__(self) -> None:
-        self._wanted = self.num_groups
-        if self._wanted is None:
-            self._wanted = len(self.groups)
+        wanted = self.num_groups
+        if wanted is None:
+            wanted = len(self.groups)
+        self._wanted = wanted
         self._complete = sum(map(is_complete, self.groups))
         self._stopping = False
         """Enough groups are complete: calls that have not started are skipped."""
