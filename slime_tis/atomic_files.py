@@ -1,4 +1,7 @@
-"""Files: JSON objects and metrics are read, and files are replaced so that readers see the earlier or the new one."""
+"""Reads JSON objects and metrics, and replaces files atomically.
+
+Readers see either the earlier file or the complete new one.
+"""
 
 import codecs
 import errno
@@ -12,8 +15,10 @@ from typing import IO, Any
 
 from slime_tis.errors import first_line
 
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"
-"""Files of a run directory that other programs read."""
+CONFIG = "config.yaml"
+"""File of a run directory with the effective options."""
+METRICS = "metrics.jsonl"
+"""File of a run directory with one JSON object per step."""
 ROW_SLICE = re.compile(
     r"(?P<file>.+)@\[(?P<start>-?[0-9]{1,18})?:(?P<stop>-?[0-9]{1,18})?\]", re.DOTALL
 )
@@ -22,7 +27,8 @@ FOREIGN = "the file exists and is no dump of this program; move it, or give anot
 
 def free_name(path: Path) -> Path:
     """Returns the path, with a number appended to its name if it exists."""
-    number, free = 1, path
+    number = 1
+    free = path
     while os.path.lexists(free):
         number += 1
         free = path.with_name(f"{path.name}-{number}")
@@ -36,8 +42,8 @@ def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
     The file is `.NAME.partial` until then. After an exception it is removed and `path` is
     unchanged.
 
-    Whoever may write to the directory can replace `.NAME.partial` by a link to another file at any
-    time. Therefore the file is never opened again by its name: all bytes go to the descriptor of
+    Other users who may write to the directory can replace `.NAME.partial` by a link to another file
+    at any time. Therefore the file is never opened again by name: all bytes go to the descriptor of
     the file that was made here.
 
     Raises:
@@ -74,7 +80,15 @@ def write_atomically(path: str | Path, text: str) -> None:
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """Returns a JSON object; raises ValueError with a message that begins with `where` for anything else."""
+    """Returns a JSON object.
+
+    Args:
+        text: UTF-8 text of the object.
+        where: File and line, with which error messages begin.
+
+    Raises:
+        ValueError: The text is anything else.
+    """
     try:
         value = json.loads(text.decode())
     except RecursionError:
@@ -87,7 +101,7 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}."
         ) from None
-    except ValueError as error:  # Python's own bound on digits
+    except ValueError as error:  # Python limits the digits of an integer
         raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where} is JSON of type {type(value).__name__} and must be an object.")
@@ -95,25 +109,30 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields file and line for messages, and the object, of each line that is not blank; raises as `parse_object`."""
+    """Yields every line that is not blank, as its place (file and line) and its object.
+
+    Raises:
+        ValueError: A line is not a JSON object.
+    """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            content = (
-                line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            )  # Excel and Notepad write it
-            if content.strip():
+            if number == 1:  # Excel and Notepad write a byte order mark
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
                 place = f"{path}, line {number}"
-                yield place, parse_object(content, place)
+                yield place, parse_object(line, place)
 
 
 def split_row_slice(path: str | Path) -> tuple[Path, slice]:
-    """Returns the file and the rows of `FILE@[START:STOP]`, slime's notation; `FILE` without a slice has all rows."""
+    """Returns the file and the rows of `FILE@[START:STOP]`, slime's notation.
+
+    `FILE` without a slice has all rows.
+    """
     match = ROW_SLICE.fullmatch(str(path))
     if match is None:
         return Path(path), slice(None)
-    start, stop = (
-        None if number is None else int(number) for number in match.group("start", "stop")
-    )
+    start = None if match["start"] is None else int(match["start"])
+    stop = None if match["stop"] is None else int(match["stop"])
     return Path(match["file"]), slice(start, stop)
 
 
@@ -123,8 +142,8 @@ def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> l
     Args:
         path: The metrics.jsonl.
         step: First step that will be logged again.
-        evaluates_again: Whether an earlier resumption's row of its evaluation at the step before is
-            dropped, too.
+        evaluates_again: Whether to drop the row of an evaluation at the previous step, which the
+            resumed run repeats.
     """
     kept = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -132,16 +151,14 @@ def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> l
         try:
             text = line.decode("utf-8").strip()
             row = json.loads(text)
-            repeated = (
-                evaluates_again
-                and row["step"] == step - 1
-                and all(name == "step" or name.startswith("eval/") for name in row)
-            )
-            if row["step"] < step and not repeated:
+            row_step = row["step"]
+            is_evaluation = all(name == "step" or name.startswith("eval/") for name in row)
+            is_repeated = evaluates_again and is_evaluation and row_step == step - 1
+            if row_step < step and not is_repeated:
                 kept.append(text + "\n")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
-                break
+                break  # the run was killed while it wrote this line
             raise ValueError(
                 f"{path}, line {number}, is not the metrics of a step ({type(error).__name__}:"
                 f" {error}); remove that line, or give another --output-dir."

@@ -1,4 +1,4 @@
-"""Console output that never ends a run: closed pipes, full disks, closed descriptors, ASCII locales."""
+"""Console output that survives closed pipes, full disks, closed descriptors and ASCII locales."""
 
 import io
 import os
@@ -35,9 +35,9 @@ class _Descriptor(io.FileIO):
 
 
 def protect_output(*, keep_running: bool) -> None:
-    """Makes stdout and stderr survive failed writes, and escape characters that the locale cannot encode.
+    """Makes stdout and stderr survive failed writes and characters that the locale cannot encode.
 
-    Streams that are not the process's own, for example a notebook's, stay as they are.
+    Such characters are escaped. Replaced streams, for example a notebook's, stay unchanged.
 
     Args:
         keep_running: Whether failing stdout is only a warning; otherwise anything but a closed pipe
@@ -48,22 +48,25 @@ def protect_output(*, keep_running: bool) -> None:
             os.fstat(descriptor)
         except OSError:  # closed: the next file that is opened would take the console's output
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _protected(sys.stdout, 1), _protected(sys.stderr, 2)
+    sys.stdout = _protected(sys.stdout, 1)
+    sys.stderr = _protected(sys.stderr, 2)
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Descriptor):
         raw.keep_running = keep_running
 
 
 def _protected(stream: Any, descriptor: int) -> Any:
-    if stream is None:
-        buffered, encoding = False, None
+    if stream is None:  # Python found the descriptor closed at its start
+        buffered = False
+        encoding = None
     elif type(stream) is not io.TextIOWrapper or isinstance(
         getattr(stream.buffer, "raw", None), _Descriptor
     ):
         return stream
     else:
         stream.flush()
-        buffered, encoding = not (stream.line_buffering or stream.write_through), stream.encoding
+        buffered = not (stream.line_buffering or stream.write_through)
+        encoding = stream.encoding
     raw = _Descriptor(descriptor, stream)
     return io.TextIOWrapper(
         io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=not buffered

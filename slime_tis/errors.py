@@ -62,7 +62,7 @@ def one_line(text: str, limit: int = 80) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's text without a full stop; its type if it has no text."""
+    """Returns the first line of an exception's text without a full stop, or else its type."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return one_line(lines[0], 300).rstrip(".")
 

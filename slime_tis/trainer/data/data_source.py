@@ -20,9 +20,12 @@ from slime_tis.user_functions import call, calling, describe, load_user_function
 logger = logging.getLogger(__name__)
 
 OPTION = "data_source_path"
-TAKEN, PENDING, SAVED = "taken", "pending", "saved"
-"""Keys of a state: number of earlier prompts, later prompts, and the rollout after which the source
-saved."""
+TAKEN = "taken"
+"""Key of a state: number of prompts before it."""
+PENDING = "pending"
+"""Key of a state: prompts after it that the source has handed out."""
+SAVED = "saved"
+"""Key of a state: the rollout after which the source saved."""
 
 
 class DataSource:
@@ -47,10 +50,15 @@ class CustomDataSource:
         config: RolloutConfig,
         sizes: ModelSizes,
     ) -> None:
-        self._config, self._tokenizer, self._sizes = config, tokenizer, sizes
+        self._config = config
+        self._tokenizer = tokenizer
+        self._sizes = sizes
         self._class = load_user_function(OPTION, path)
         self.source: Any = None
-        self._taken, self._handed_out, self._again = 0, list[Prompt](), list[Prompt]()
+        self._taken = 0
+        # prompts since the last state, and prompts of a checkpoint that a resumed run repeats
+        self._handed_out: list[Prompt] = []
+        self._again: list[Prompt] = []
 
         def make() -> None:
             self.source = call(self._class, args)
@@ -70,7 +78,8 @@ class CustomDataSource:
 
     def next_batch(self, size: int) -> list[Prompt]:
         """Returns the next `size` prompts; a collective."""
-        batch, self._again = self._again[:size], self._again[size:]
+        batch = self._again[:size]
+        self._again = self._again[size:]
         missing = size - len(batch)
         if missing:
             first = self._taken + len(batch)
@@ -84,26 +93,40 @@ class CustomDataSource:
         return {TAKEN: self._taken}
 
     def forget_before(self, state: Mapping[str, Any]) -> None:
-        """Drops prompts that no checkpoint from this state on needs."""
+        """Drops prompts that checkpoints from this state on do not need."""
         self._handed_out = self._since(state)
 
     def checkpoint(self, state: Mapping[str, Any], rollout_id: int) -> dict[str, Any]:
-        """Saves the source after the last trained rollout; returns a state for `load_state_dict`. A collective."""
+        """Saves the source after a rollout was trained; a collective.
+
+        Args:
+            state: A `state_dict` from before the rollouts that were not trained yet.
+            rollout_id: The last trained rollout.
+
+        Returns:
+            A state for `load_state_dict`.
+        """
         on_rank_zero(lambda: call(self.source.save, rollout_id))
-        pending = [dataclasses.asdict(prompt) for prompt in [*self._since(state), *self._again]]
+        prompts = [*self._since(state), *self._again]
+        pending = [dataclasses.asdict(prompt) for prompt in prompts]
         return {**state, PENDING: pending, SAVED: rollout_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a checkpoint; raises ValueError if its run read prompts from a file. A collective."""
+        """Restores the state of a checkpoint; a collective.
+
+        Raises:
+            ValueError: The checkpoint's run read its prompts from a file.
+        """
         if PENDING not in state:
             raise ValueError(
                 "the checkpoint is of a run without --data-source-path; remove --data-source-path,"
                 " or start a new run with another --save."
             )
         self._taken = int(state[TAKEN])
-        self._again = [
-            Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in state[PENDING]
-        ]
+        self._again = []
+        for row in state[PENDING]:
+            token_ids = tuple(row["token_ids"])  # JSON has made it a list
+            self._again.append(Prompt(**{**row, "token_ids": token_ids}))
         on_rank_zero(lambda: call(self.source.load, state[SAVED]))
 
     def _since(self, state: Mapping[str, Any]) -> list[Prompt]:
@@ -119,25 +142,26 @@ class CustomDataSource:
                     f"{describe(function)} returned {len(groups)} groups for num_samples={size};"
                     f" return {size}."
                 )
-            prompts = [
-                self._prompt(group, first + index, f"{describe(function)} returned group {index}")
-                for index, group in enumerate(groups)
-            ]
-            if first == 0:  # a source makes its prompts alike
+            prompts = []
+            for index, group in enumerate(groups):
+                place = f"{describe(function)} returned group {index}"
+                prompts.append(self._prompt(group, first + index, place))
+            if first == 0:  # once is enough: a source makes all prompts in the same way
                 self._warn_about_bos(groups, prompts)
             return prompts
 
     def _warn_about_bos(self, groups: list[list[Any]], prompts: list[Prompt]) -> None:
         contents = [group[0].prompt for group in groups]
         for is_rendered in (False, True):
-            chosen = [
-                index
-                for index, content in enumerate(contents)
-                if isinstance(content, list) == is_rendered
-            ]
+            chosen_prompts = []
+            chosen_contents = []
+            for prompt, content in zip(prompts, contents, strict=True):
+                if isinstance(content, list) == is_rendered:
+                    chosen_prompts.append(prompt)
+                    chosen_contents.append(content)
             warnings = bos_warnings(
-                [prompts[index] for index in chosen],
-                [contents[index] for index in chosen],
+                chosen_prompts,
+                chosen_contents,
                 self._tokenizer,
                 describe(self._class),
                 is_rendered=is_rendered,
@@ -147,19 +171,12 @@ class CustomDataSource:
 
     def _prompt(self, group: list[Any], index: int, place: str) -> Prompt:
         count = self._config.n_samples_per_prompt
-        wrong = [
-            sample for sample in group if not isinstance(sample, Sample) or sample.response_length
-        ]
-        if (
-            len(group) != count
-            or wrong
-            or any(sample.prompt != group[0].prompt for sample in group)
-        ):
+        if not _is_group(group, count):
             raise CustomFunctionError(
                 f"{place}, {quoted(group)}; a group has {count} samples (--n-samples-per-prompt) of"
                 " slime.utils.types, with one prompt and without responses."
             )
-        sample: Sample = group[0]
+        sample = group[0]
         try:
             tools = (sample.metadata or {}).get("tools")  # where slime's data sources put them
             text = rendered(
@@ -183,3 +200,13 @@ class CustomDataSource:
         except ValueError as error:
             raise CustomFunctionError(str(error)) from None
         return prompt
+
+
+def _is_group(group: list[Any], count: int) -> bool:
+    """Returns whether a list has `count` samples with one prompt and without responses."""
+    if len(group) != count:
+        return False
+    for sample in group:
+        if not isinstance(sample, Sample) or sample.response_length:
+            return False
+    return all(sample.prompt == group[0].prompt for sample in group)

@@ -1,4 +1,4 @@
-"""Wall times of a step, and reporters of metrics: console, JSONL, TensorBoard, W&B and Prometheus."""
+"""Wall times of a step, and reporters: console, JSONL, TensorBoard, W&B and Prometheus."""
 
 import json
 import math
@@ -20,13 +20,22 @@ from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_d
 
 
 def _decimal(value: float) -> str:
-    """Three decimals, or an exponent where the number would be long."""
-    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3e}"
+    """Returns a number with three decimals, or with an exponent if it would be long."""
+    if abs(value) < 1e6:
+        return f"{value:.3f}"
+    return f"{value:.3e}"
+
+
+def _signed(value: float) -> str:
+    """Returns a number with a sign and four decimals, or with an exponent if it would be long."""
+    if abs(value) < 1e4:
+        return f"{value:+.4f}"
+    return f"{value:+.3e}"
 
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "rollout/raw_reward", _decimal),
-    ("loss", "train/loss", lambda loss: f"{loss:+.4f}" if abs(loss) < 1e4 else f"{loss:+.3e}"),
+    ("loss", "train/loss", _signed),
     ("grad norm", "train/grad_norm", _decimal),
     *(("k3", f"{prefix}mismatch_k3_kl", "{:.1e}".format) for prefix in METRIC_PREFIXES),
     *(
@@ -60,27 +69,29 @@ class Reporters:
         self._reporters = reporters
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Reports to each."""
+        """Reports to all reporters."""
         for reporter in self._reporters:
             reporter.log(metrics, step)
 
     def close(self) -> None:
-        """Closes each."""
+        """Closes all reporters."""
         for reporter in self._reporters:
             reporter.close()
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object per step, complete after every step. A value that is not finite becomes null."""
+    """metrics.jsonl: one JSON object per step, complete after every step.
+
+    A value that is not finite becomes null, because JSON has no NaN.
+    """
 
     def __init__(self, path: Path, resume_step: int = 0, *, evaluates_again: bool = False) -> None:
         if os.path.lexists(path):
-            write_atomically(
-                path, "".join(metrics_before(path, resume_step, evaluates_again=evaluates_again))
-            )
+            lines = metrics_before(path, resume_step, evaluates_again=evaluates_again)
+            write_atomically(path, "".join(lines))
         self._path = path
-        # A link that appears here now is not the user's: the line above has replaced those by
-        # files.
+        # The lines above have replaced a user's link by a file. A link that is here now was made
+        # by somebody else, and is not followed.
         descriptor = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
         )
@@ -88,8 +99,10 @@ class JsonLines:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Appends a line and flushes it."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
+        row: dict[str, float | None] = {"step": step}
+        for name, value in metrics.items():
+            row[name] = value if math.isfinite(value) else None
+        line = json.dumps(row, allow_nan=False) + "\n"
         try:
             self._file.write(line)
             self._file.flush()
@@ -106,7 +119,7 @@ class JsonLines:
 
 
 class Console:
-    """One readable line per step on stdout, above a progress bar on stderr where that is a terminal."""
+    """One readable line per step on stdout; below it a progress bar if stderr is a terminal."""
 
     def __init__(self, total_steps: int, resume_step: int = 0, progress: bool = True) -> None:
         self._total = total_steps
@@ -194,12 +207,12 @@ class Prometheus:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Replaces the values of these metrics; other metrics keep the value of an earlier step."""
-        values = {**metrics, "step": step}
-        gauges = {
-            "slime_tis_" + re.sub(r"\W", "_", name, flags=re.ASCII): (name, values[name])
-            for name in values
-        }
-        self._gauges = self._gauges | gauges
+        gauges = dict(self._gauges)
+        for name, value in {**metrics, "step": step}.items():
+            gauge = "slime_tis_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+            gauges[gauge] = (name, value)
+        # a new dict, because the server's thread may iterate over the earlier one
+        self._gauges = gauges
 
     def close(self) -> None:
         """Closes the endpoint."""
@@ -222,7 +235,7 @@ def open_reporters(
     Args:
         config: The reporters and their destinations.
         effective_config: Plain values, written as config.yaml and sent to W&B.
-        total_steps: Steps of the whole run.
+        total_steps: Steps of the complete run.
         resume_step: First step that will be logged; rows at and after it are deleted.
         evaluates_again: Whether the run repeats the evaluation of the previous step.
         run: Identity of the run; None makes one.
@@ -248,16 +261,18 @@ def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> st
     for label, name, show in COLUMNS:
         if name in metrics and (label != "rejected" or metrics[name] < 1.0):
             parts.append(f"{label} {show(metrics[name])}")
-    evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
-    return "  ".join([*parts, *(f"{name} {_decimal(metrics[name])}" for name in evaluations)])
+    for name, value in metrics.items():
+        if name.startswith("eval/") and name.count("/") == 1:
+            parts.append(f"{name} {_decimal(value)}")
+    return "  ".join(parts)
 
 
 class Timer:
     """Adds up the wall time of named parts of a step.
 
-    `with timer("generate"): …` may be entered any number of times per step. Parts may nest; each
-    counts its whole time. A step lasts from one `take` to the next, the first step from its first
-    part on.
+    `with timer("generate"): …` may be entered any number of times per step. If parts nest, the
+    outer part includes the time of the inner one. A step lasts from one `take` to the next, the
+    first step from its first part on.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -277,10 +292,15 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds since the last call, `perf/NAME_time` of each part and `perf/step_time`; resets them."""
+        """Returns the seconds since the last call and resets them.
+
+        Returns:
+            `perf/NAME_time` of every part, and `perf/step_time`.
+        """
         now = self._clock()
-        seconds = self._seconds | {
-            "step": now - (now if self._step_start is None else self._step_start)
-        }
-        self._seconds, self._step_start = {}, now
-        return {f"perf/{name}_time": value for name, value in seconds.items()}
+        times = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+        start = now if self._step_start is None else self._step_start
+        times["perf/step_time"] = now - start
+        self._seconds = {}
+        self._step_start = now
+        return times

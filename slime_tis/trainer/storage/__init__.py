@@ -1,1 +1,1 @@
-"""What a run writes to disk and whose it is: locks, the files of checkpoints and exports, resumption."""
+"""Output directories of a run: locks, checkpoints, exports and their owners."""

@@ -1,4 +1,4 @@
-"""Training checkpoints: files, checksums, owners, the trainer's state, and the options that a resumed run must keep.
+"""Training checkpoints: files, checksums, owners, trainer state, and options that resumption fixes.
 
 `DIR/iter_0000010/` holds megatron-core's files, `trainer_state.json`, and `SHA256SUMS` of all
 files, which `sha256sum -c SHA256SUMS` also checks. It is written as `DIR/.iter_0000010.unfinished/`
@@ -26,25 +26,33 @@ from slime_tis.trainer.storage.directories import (
     remove_files,
 )
 
-TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
-ROLLOUT_WEIGHTS, UPDATE_SAMPLES = "rollout_weights.safetensors", "weight_update_samples.pt"
+TRAINER_STATE = "trainer_state.json"
+"""JSON of a `TrainerState`."""
+MANIFEST = "SHA256SUMS"
+"""Checksums of all other files."""
+ROLLOUT_WEIGHTS = "rollout_weights.safetensors"
+"""Rounded weights of the local rollout engine."""
+UPDATE_SAMPLES = "weight_update_samples.pt"
+"""Samples of the weights that were sent last, for the metrics of a resumed run's first update."""
 IN_FLIGHT = "rollouts_in_flight.jsonl"
-"""Files of a checkpoint in addition to megatron-core's."""
-COMMON, METADATA, SHARD_FILE = "common.pt", ".metadata", r"__[0-9]+_[0-9]+\.distcp"
-"""Megatron-core's files: the state that all ranks share, the list of tensors, and the pattern of
-their files."""
+"""Complete rollouts that wait for training."""
+COMMON = "common.pt"
+"""Megatron-core's file with the state that all ranks share."""
+METADATA = ".metadata"
+"""Megatron-core's list of tensors."""
+SHARD_FILE = r"__[0-9]+_[0-9]+\.distcp"
+"""Pattern of megatron-core's files with tensors."""
 NAME = re.compile(r"iter_([0-9]{1,18})")
 LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
 """Names of directories that a killed run may leave."""
 OWN_FILE = re.compile(
     rf"{SHARD_FILE}|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
-    rf"{SAFETENSORS_PARTIAL}|"
-    + "|".join(
-        map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, UPDATE_SAMPLES, IN_FLIGHT))
-    )
+    rf"{SAFETENSORS_PARTIAL}|{re.escape(TRAINER_STATE)}|{MANIFEST}|"
+    rf"{re.escape(ROLLOUT_WEIGHTS)}|{re.escape(UPDATE_SAMPLES)}|{re.escape(IN_FLIGHT)}"
 )
 """Names of files in unfinished checkpoints, which later runs remove."""
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+"""A line of sha256sum: checksum, two spaces, name."""
 FIXED_OPTIONS = {
     "seed": "the random state is the checkpoint's",
     "bf16": "the optimizer's state has another form",
@@ -56,7 +64,13 @@ FIXED_OPTIONS = {
 """Options that a resumed run must keep, and the reason."""
 
 UNREPORTED_OPTIONS = {
-    *("load", "save", "save_hf", "save_interval", "output_dir", "progress", "num_threads"),
+    "load",
+    "save",
+    "save_hf",
+    "save_interval",
+    "output_dir",
+    "progress",
+    "num_threads",
     "custom_config_path",
 }
 """Options whose change is not reported."""
@@ -68,12 +82,14 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Content of `trainer_state.json`; `run` is the identity of the run, also in its dumps and run directories."""
+    """Content of `trainer_state.json`."""
 
     run: str
+    """Identity of the run, also in its dumps and run directories."""
     step: int
+    """Optimizer steps so far."""
     rollout_id: int
-    """Optimizer steps made, and rollouts trained on."""
+    """Rollouts trained on so far."""
     dataset: dict[str, Any]
     """Position in the data."""
     unfinished: list[list[dict[str, Any]]]
@@ -140,16 +156,15 @@ def sweep(directory: Path) -> None:
 def discard(left_over: Path) -> None:
     """Removes only the own files of an unfinished checkpoint, if it exists."""
     if left_over.is_dir():
-        remove_files(
-            left_over, [path.name for path in left_over.iterdir() if OWN_FILE.fullmatch(path.name)]
-        )
+        names = [path.name for path in left_over.iterdir() if OWN_FILE.fullmatch(path.name)]
+        remove_files(left_over, names)
 
 
 def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
-    """Renames a complete checkpoint to its final name, atomically replacing an earlier checkpoint of this run.
+    """Renames a complete checkpoint to its final name.
 
-    An existing checkpoint of another or unknown run, or with other files, is renamed to
-    `….replaced`.
+    It atomically replaces an earlier checkpoint of this run. An existing checkpoint that another or
+    unknown run wrote, or that has other files, is renamed to `….replaced`.
     """
     make_public(unfinished)
     if checkpoint.exists() and not _is_own(checkpoint, run):
@@ -162,7 +177,7 @@ def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
 
 
 def prune(newest: Path, run: str, retain: int) -> None:
-    """Removes this run's checkpoints before `newest`, except for the last `retain` including `newest`.
+    """Removes this run's old checkpoints, so that `retain` remain, including `newest`.
 
     Checkpoints of other runs, of later steps, or with files that this program did not write are
     kept.
@@ -186,10 +201,12 @@ def run_of(checkpoint: Path) -> object:
 
 def files_of(checkpoint: Path) -> list[str]:
     """Returns the sorted relative names of all files of a checkpoint except the manifest."""
-    names = {
-        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
-    }
-    return sorted(names - {MANIFEST})
+    names = []
+    for path in checkpoint.rglob("*"):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.is_file() and name != MANIFEST:
+            names.append(name)
+    return sorted(names)
 
 
 def checksums(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
@@ -208,28 +225,41 @@ def write_manifest(checkpoint: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, str]:
-    """Returns the checksums in the manifest, by name; raises Damaged if it is missing or damaged."""
+    """Returns the checksums in the manifest, by name.
+
+    Raises:
+        Damaged: The manifest is missing or damaged.
+    """
     try:
         lines = (checkpoint / MANIFEST).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise Damaged(f"{MANIFEST} cannot be read ({error})") from None
     sums = {}
     for number, line in enumerate(lines, start=1):
-        parts = LINE.fullmatch(line)
-        if (
-            parts is None
-            or ".." in PurePosixPath(parts[2]).parts
-            or PurePosixPath(parts[2]).is_absolute()
-        ):
+        match = LINE.fullmatch(line)
+        if match is None or not _is_inside(match[2]):
             raise Damaged(f"line {number} of {MANIFEST} is not a checksum and a name")
-        sums[parts[2]] = parts[1]
+        sums[match[2]] = match[1]
     if TRAINER_STATE not in sums:
         raise Damaged(f"{MANIFEST} does not list {TRAINER_STATE}")
     return sums
 
 
+def _is_inside(name: str) -> bool:
+    """Returns whether a name of a manifest stays in its directory.
+
+    Files that a manifest names are removed with the checkpoint, and anybody may write a manifest.
+    """
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
 def check(checkpoint: Path, sums: Mapping[str, str]) -> None:
-    """Compares files with their checksums; raises Damaged if a file is missing, unreadable or different."""
+    """Compares files with their checksums.
+
+    Raises:
+        Damaged: A file is missing, unreadable or different.
+    """
     for name, expected in sums.items():
         try:
             checksum = checksums(checkpoint, [name])[name]
@@ -242,7 +272,11 @@ def check(checkpoint: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Returns the trainer's state of a checkpoint; raises Damaged if it is unreadable or not a JSON object."""
+    """Returns the JSON object in `trainer_state.json`, with unchecked fields.
+
+    Raises:
+        Damaged: The file is unreadable or is not a JSON object.
+    """
     try:
         state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -253,20 +287,22 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:
-    """Reads `trainer_state.json` of a checkpoint; raises ValueError if it is damaged or lacks a field."""
-    from pydantic import (
-        TypeAdapter,
-        ValidationError,
-    )  # the command line uses this module where pydantic is missing
+    """Reads `trainer_state.json` of a checkpoint.
+
+    Raises:
+        ValueError: The file is damaged or lacks a field.
+    """
+    # here, because the command line imports this module without pydantic, too
+    from pydantic import TypeAdapter, ValidationError
 
     path = checkpoint / TRAINER_STATE
     try:
         return TypeAdapter(TrainerState).validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        field = ".".join(map(str, problem["loc"])) or "content"
+        location = ".".join(map(str, problem["loc"])) or "content"
         raise ValueError(
-            f"{path}: {field}: {problem['msg']}; did another version save it?"
+            f"{path}: {location}: {problem['msg']}; did another version save it?"
         ) from None
 
 
@@ -287,8 +323,11 @@ def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns the changed options in one line, `--lr 0.0001 → 5e-05, …`, or an empty string."""
-    names = changed(saved, now, [name for name in now if name not in UNREPORTED_OPTIONS])
-    return ", ".join(f"{flag(name)} {quoted(saved[name])} → {quoted(now[name])}" for name in names)
+    reported = [name for name in now if name not in UNREPORTED_OPTIONS]
+    changes = []
+    for name in changed(saved, now, reported):
+        changes.append(f"{flag(name)} {quoted(saved[name])} → {quoted(now[name])}")
+    return ", ".join(changes)
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -299,9 +338,9 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[st
 def _is_own(checkpoint: Path, run: str) -> bool:
     """Returns whether the run wrote the checkpoint and every file in it."""
     try:
-        return run_of(checkpoint) == run and set(files_of(checkpoint)) <= set(
-            read_manifest(checkpoint)
-        )
+        if run_of(checkpoint) != run:
+            return False
+        return set(files_of(checkpoint)) <= set(read_manifest(checkpoint))
     except Damaged:
         return False
 

@@ -24,7 +24,10 @@ class DirectoryInUse(ValueError):
 
 
 def unwritable(path: str | Path) -> str | None:
-    """Returns why a directory cannot be made or written, as the end of an error message, or None."""
+    """Returns the reason that a directory cannot be made or written, or None.
+
+    The reason is the end of an error message.
+    """
     try:
         path = Path(path).absolute()
         for parent in (path, *path.parents):
@@ -33,17 +36,25 @@ def unwritable(path: str | Path) -> str | None:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             subject = "that" if parent == path else repr(str(parent))
+            if not parent.exists():
+                return f"{subject} is a broken link"
             if not parent.is_dir():
-                return f"{subject} is a file" if parent.exists() else f"{subject} is a broken link"
-            return None if os.access(parent, os.W_OK | os.X_OK) else f"{subject} cannot be written"
+                return f"{subject} is a file"
+            if not os.access(parent, os.W_OK | os.X_OK):
+                return f"{subject} cannot be written"
+            return None
     except (OSError, ValueError) as error:  # a name too long, a NUL character
         return f"it cannot be used: {getattr(error, 'strerror', None) or error}"
     return None
 
 
 def same_path(one: str | Path, other: str | Path) -> bool:
-    """Returns whether two paths are the same directory, also through links, `..` and other letter cases."""
-    one, other = Path(one).resolve(), Path(other).resolve()
+    """Returns whether two paths are the same directory.
+
+    Links, `..` and, on such file systems, other letter cases are followed.
+    """
+    one = Path(one).resolve()
+    other = Path(other).resolve()
     return one == other or (one.exists() and other.exists() and os.path.samefile(one, other))
 
 
@@ -63,18 +74,17 @@ def held(locks: Mapping[Path, str]) -> Iterator[None]:
                 raise ValueError(
                     f"{flag} cannot be written: {error.strerror} ({str(path.parent)!r})."
                 ) from error
-            stack.callback(
-                path.unlink, missing_ok=True
-            )  # first, so that no other process locks a deleted file
+            # callbacks run in reverse: the file is deleted while it is locked, so that no other
+            # process locks a deleted file
+            stack.callback(path.unlink, missing_ok=True)
         yield
 
 
 def _open_locked(path: Path, flag: str) -> IO[str]:
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.fdopen(
-            os.open(path, flags, 0o666), "a+", encoding="utf-8"
-        )  # open as long as the run
+        descriptor = os.open(path, flags, 0o666)
+        file = os.fdopen(descriptor, "a+", encoding="utf-8")  # open as long as the run
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -99,11 +109,11 @@ def _open_locked(path: Path, flag: str) -> IO[str]:
 
 
 def make_private(directory: Path) -> None:
-    """Makes a directory that only this user can enter, for files that libraries write by their paths.
+    """Makes a directory that only this user can enter, for files that libraries open by name.
 
-    Users who may write to a directory could put a link in the place of a file in it, and a library
-    that opens the file by its name would overwrite what the link points to. `make_public` follows
-    when all files are complete.
+    Other users who may write to a directory could replace a file in it by a link. A library that
+    opens the file by its name would then overwrite the link's target. `make_public` follows when
+    all files are complete.
 
     Raises:
         FileExistsError: The directory exists; somebody else may have made it, with links in it.
@@ -113,11 +123,10 @@ def make_private(directory: Path) -> None:
 
 
 def make_public(directory: Path) -> None:
-    """Gives a directory of `make_private` the permissions that this process gives to new directories."""
+    """Gives a directory of `make_private` the usual permissions of this process."""
     mode = stat.S_IMODE(directory.stat().st_mode)
-    directory.chmod(
-        mode | (0o777 & ~_umask())
-    )  # keeps a group's bit that the directory has inherited
+    # `mode |`, because the directory may have inherited the bit of its group
+    directory.chmod(mode | (0o777 & ~_umask()))
 
 
 def _umask() -> int:
@@ -138,9 +147,8 @@ def exchange(one: Path, other: Path) -> None:
         if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
             return
         if ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL):
-            raise OSError(
-                ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other)
-            )
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(one), None, str(other))
     aside = one.with_name(f"{one.name}.exchanged")
     other.rename(aside)
     one.rename(other)
@@ -148,7 +156,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
-    """Removes files of a directory, then its empty subdirectories and the directory itself if it is empty."""
+    """Removes files of a directory, then its empty subdirectories, then itself if it is empty."""
     for name in names:
         (directory / name).unlink(missing_ok=True)
     for folder, _, _ in os.walk(directory, topdown=False):

@@ -18,22 +18,25 @@ MARKER = ".slime_tis_export.json"
 
 
 def check_target(directory: Path, subject: str, kind: str) -> None:
-    """Raises ValueError if the directory or its temporary directory has files that this program did not write."""
+    """Checks that an export may replace a directory and its temporary directory.
+
+    Raises:
+        ValueError: One of them has files that this program did not write.
+    """
     problem = replaceable(directory)
     if problem is not None:
         raise ValueError(
             f"{subject} but {problem}; give a directory that is absent, empty or an earlier {kind}."
         )
-    left = _unfinished(directory)
-    is_own = (
-        left.is_dir()
-        and not left.is_symlink()
-        and ((left / MARKER).is_file() or not os.listdir(left))
+    unfinished = _unfinished(directory)
+    if not os.path.lexists(unfinished):
+        return
+    is_directory = unfinished.is_dir() and not unfinished.is_symlink()
+    if is_directory and ((unfinished / MARKER).is_file() or not os.listdir(unfinished)):
+        return
+    raise ValueError(
+        f"{subject} but {quoted_path(unfinished)} is in its way; move that or give another."
     )
-    if os.path.lexists(left) and not is_own:
-        raise ValueError(
-            f"{subject} but {quoted_path(left)} is in its way; move that or give another."
-        )
 
 
 def replaceable(directory: Path) -> str | None:
@@ -51,7 +54,8 @@ def replaceable(directory: Path) -> str | None:
         return "that is a mount point"
     own = _listed(directory)
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-        if not own or entry.name not in {*own, MARKER} or not entry.is_file(follow_symlinks=False):
+        is_listed = bool(own) and (entry.name in own or entry.name == MARKER)
+        if not is_listed or not entry.is_file(follow_symlinks=False):
             return f"it holds {entry.name!r}, which this program did not write"
     return None
 
@@ -71,7 +75,9 @@ def begin(directory: Path) -> Path:
 def discard(unfinished: Path) -> None:
     """Removes an unfinished export with its marker last, if it exists."""
     if (unfinished / MARKER).is_file() and not unfinished.is_symlink():
-        remove_files(unfinished, sorted(os.listdir(unfinished), key=lambda name: name == MARKER))
+        names = os.listdir(unfinished)
+        names.sort(key=lambda name: name == MARKER)  # False is less than True: the marker is last
+        remove_files(unfinished, names)
 
 
 def finish(unfinished: Path, directory: Path) -> Path:
@@ -79,9 +85,11 @@ def finish(unfinished: Path, directory: Path) -> Path:
 
     The path has a number if `directory` meanwhile has files that this program did not write.
     """
-    _write_marker(unfinished, [path.name for path in unfinished.iterdir() if path.name != MARKER])
+    names = [path.name for path in unfinished.iterdir() if path.name != MARKER]
+    _write_marker(unfinished, names)
     make_public(unfinished)
-    number, target = 1, directory
+    number = 1
+    target = directory
     while replaceable(target) is not None:
         number += 1
         target = directory.with_name(f"{directory.name}-{number}")
@@ -103,10 +111,13 @@ def _listed(directory: Path) -> set[str]:
         names = json.loads((directory / MARKER).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
-    plain = isinstance(names, list) and all(
-        isinstance(name, str) and Path(name).name == name for name in names
-    )
-    return set(names) if plain else set()
+    if not isinstance(names, list):
+        return set()
+    for name in names:
+        # anybody may write a marker; a path such as ../x must not be removed
+        if not isinstance(name, str) or Path(name).name != name:
+            return set()
+    return set(names)
 
 
 def _write_marker(directory: Path, names: Iterable[str]) -> None:
