@@ -1,8 +1,9 @@
-"""One server over real HTTP: its answers, its failures, requests that are left, and the key that nobody sees."""
+"""One server over real HTTP: its answers, its failures, aborted requests and keys."""
 
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pytest
@@ -53,14 +54,26 @@ async def generate(
     return (await server.generate(request(max_new_tokens, request_id)))[0]
 
 
-def test_health(fake: FakeSGLang) -> None:
+def test_a_healthy_server_has_no_health_error(fake: FakeSGLang) -> None:
     assert ask(fake, lambda server: server.health_error()) is None
+
+
+def test_an_unhealthy_server_is_reported(fake: FakeSGLang) -> None:
     fake.healthy = False
     error = ask(fake, lambda server: server.health_error())
-    assert error is not None and f"{fake.url}/health answered HTTP 503" in error
+    assert error is not None
+    assert f"{fake.url}/health answered HTTP 503" in error
+
+
+def test_a_dead_server_is_reported(fake: FakeSGLang) -> None:
     fake.die()
     error = ask(fake, lambda server: server.health_error())
-    assert error is not None and f"{fake.url}/health failed: " in error
+    assert error is not None
+    assert f"{fake.url}/health failed: " in error
+
+
+def test_a_request_to_a_dead_server_fails(fake: FakeSGLang) -> None:
+    fake.die()
     with pytest.raises(ServerError, match=f"{fake.url}/generate failed: "):
         ask(fake, generate)
 
@@ -95,7 +108,7 @@ def test_a_server_that_hangs_is_given_up(fake: FakeSGLang) -> None:
     assert "r1" in fake.aborted
 
 
-def test_a_router_has_requests_aborted_where_they_are() -> None:
+def test_requests_of_a_router_are_aborted_on_its_servers() -> None:
     with fake_servers(3) as fakes:
 
         async def work(clients: list[Server]) -> None:
@@ -119,47 +132,84 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("status", "answer", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_the_message_of_a_refusal_is_found_in_all_its_forms(
+def test_refusals_quote_the_servers_message(
     fake: FakeSGLang, status: int, answer: Any, message: str
 ) -> None:
     fake.replies["/speak"] = [(status, answer)]
     with pytest.raises(RequestRefused, match=message) as caught:
         ask(fake, lambda server: server.post("/speak", {}))
-    assert (
-        caught.value.status == status
-        and len(str(caught.value)) < 600
-        and "\n" not in str(caught.value)
-    )
+    assert caught.value.status == status
+    assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)
 
 
-def test_the_key_is_sent_and_shown_nowhere(
-    fake: FakeSGLang, caplog: pytest.LogCaptureFixture
-) -> None:
+@dataclass
+class KeyRun:
+    """Texts in which a key could appear, and the headers that the server received."""
+
+    representation: str = ""
+    tracebacks: list[str] = field(default_factory=list)
+    causes: list[BaseException | None] = field(default_factory=list)
+    log: str = ""
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+
+@pytest.fixture
+def key_run(fake: FakeSGLang, caplog: pytest.LogCaptureFixture) -> KeyRun:
     caplog.set_level(logging.DEBUG)
     fake.key = KEY
-    shown = []
+    run = KeyRun()
 
     async def use(server: Server) -> None:
-        shown.append(
-            f"{server!r} {server.client!r} {server.client.session.headers!r} {vars(server)!r}"
-        )
+        session = server.client.session
+        run.representation = f"{server!r} {server.client!r} {session.headers!r} {vars(server)!r}"
         await server.info()
         fake.faults.extend([503, "drop", 400])
         fake.replies["/speak"] = [(400, {"message": f"you sent Authorization: Bearer {KEY}"})]
-        for work in (*(generate(server) for _ in range(3)), server.post("/speak", {})):
+        calls: list[Awaitable[object]] = [generate(server) for _ in range(3)]
+        calls.append(server.post("/speak", {}))
+        for call in calls:
             try:
-                await work
+                await call
             except (ServerError, RequestRefused) as error:
-                shown.append("".join(traceback.format_exception(error)))
-                assert error.__cause__ is None
+                run.tracebacks.append("".join(traceback.format_exception(error)))
+                run.causes.append(error.__cause__)
 
     ask(fake, use, KEY)
-    assert {headers["authorization"] for headers in fake.headers} == {f"Bearer {KEY}"}
-    assert len(shown) == 5 and "Bearer ***" in shown[-1]
-    assert not any(KEY in text for text in [*shown, caplog.text])
+    run.log = caplog.text
+    run.headers = fake.headers
+    return run
 
 
-def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(fake: FakeSGLang) -> None:
+def test_the_key_is_sent(key_run: KeyRun) -> None:
+    assert {headers["authorization"] for headers in key_run.headers} == {f"Bearer {KEY}"}
+
+
+def test_errors_do_not_show_the_key(key_run: KeyRun) -> None:
+    assert len(key_run.tracebacks) == 4
+    assert not any(KEY in text for text in key_run.tracebacks)
+
+
+def test_errors_have_no_cause_that_contains_the_key(key_run: KeyRun) -> None:
+    assert key_run.causes == [None] * 4
+
+
+def test_a_key_in_a_servers_message_is_redacted(key_run: KeyRun) -> None:
+    assert "Bearer ***" in key_run.tracebacks[-1]
+
+
+def test_objects_do_not_show_the_key(key_run: KeyRun) -> None:
+    assert KEY not in key_run.representation
+
+
+def test_the_log_does_not_show_the_key(key_run: KeyRun) -> None:
+    assert KEY not in key_run.log
+
+
+@pytest.fixture
+def two_keys(fake: FakeSGLang) -> list[dict[str, str]]:
+    """Headers of two requests of a user, then of three that change the server."""
+
     async def use(server: Server) -> None:
         await server.info()
         await generate(server, max_new_tokens=2)
@@ -168,9 +218,19 @@ def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(fake: Fa
         await server.abort("r1")
 
     ask(fake, use, "user-key", "admin-key")
-    keys = [headers["authorization"].removeprefix("Bearer ") for headers in fake.headers]
+    headers: list[dict[str, str]] = fake.headers
+    return headers
+
+
+def test_only_requests_that_change_a_server_have_the_admin_key(
+    two_keys: list[dict[str, str]],
+) -> None:
+    keys = [headers["authorization"].removeprefix("Bearer ") for headers in two_keys]
     assert keys == ["user-key"] * 2 + ["admin-key"] * 3
-    assert {headers["accept-encoding"] for headers in fake.headers} == {"identity"}
+
+
+def test_requests_accept_no_compression(two_keys: list[dict[str, str]]) -> None:
+    assert {headers["accept-encoding"] for headers in two_keys} == {"identity"}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +242,7 @@ def test_a_key_that_cannot_be_sent_is_refused_unseen(key: str) -> None:
     assert key not in str(caught.value)
 
 
-def test_workers(fake: FakeSGLang) -> None:
+def test_the_servers_of_a_router_are_listed_once(fake: FakeSGLang) -> None:
     urls = ["http://10.0.0.5:30000/", "http://10.0.0.6:30000@0", "http://10.0.0.6:30000@1"]
     fake.replies["/workers"] = [
         (200, {"workers": [{"id": "1", "url": url} for url in urls], "total": 3})
@@ -213,12 +273,19 @@ def test_a_router_that_names_no_servers_is_refused(
         ask(fake, Server.worker_urls)
 
 
-def test_keys_are_redacted_whole_and_in_part() -> None:
-    shown = {
-        "key 0123456789!": "key ***!",
-        "01234567 and 23456789": "*** and ***",
-        "01234567890123456789": "***",
-        "0123456 is too short": "0123456 is too short",
-        "MDEyMzQ1Njc4OQ==": "***==",
-    }
-    assert {text: Keys("0123456789").redacted(text) for text in shown} == shown
+REDACTED = {
+    "a key": ("key 0123456789!", "key ***!"),
+    "parts of a key": ("01234567 and 23456789", "*** and ***"),
+    "a key twice": ("01234567890123456789", "***"),
+    "too short a part": ("0123456 is too short", "0123456 is too short"),
+    "base64": ("MDEyMzQ1Njc4OQ==", "***=="),
+}
+
+
+@pytest.mark.parametrize(("text", "redacted"), REDACTED.values(), ids=REDACTED)
+def test_keys_are_redacted(text: str, redacted: str) -> None:
+    assert Keys("0123456789").redacted(text) == redacted
+
+
+def test_a_run_without_keys_redacts_nothing() -> None:
+    assert Keys().redacted("0123456789") == "0123456789"
