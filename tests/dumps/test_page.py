@@ -27,7 +27,7 @@ from tests.dumps.tables import assert_same, full_table
 from tests.test_docs import DOCS, blocks
 
 
-def test_the_page_lists_the_columns_and_their_types():
+def test_the_page_lists_the_columns_with_their_types():
     rows = re.findall(
         r"^\| `(\w+)` \| (token|sample) \| ([\w ]+) \|", (DOCS / "dumps.md").read_text(), re.M
     )
@@ -98,18 +98,17 @@ def test_the_verl_patch_writes_readable_generations(tmp_path):
     ]
 
 
-def test_the_documented_writer_writes_a_readable_dump_and_missing_versions_get_a_note(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_documented_writer_writes_a_readable_dump(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (code,) = [block for block in blocks("dumps.md", "python") if "import write" in block]
     exec(compile(code, "docs/dumps.md", "exec"), {})
     source = open_source("my_step_7.parquet")
-    assert (
-        source.table.reward.tolist() == [1.0]
-        and source.table.metadata["old_policy"] == "recomputed"
-    )
+    assert source.table.reward.tolist() == [1.0]
+    assert source.table.metadata["old_policy"] == "recomputed"
     assert source.note == ""
+
+
+def test_a_dump_without_weight_versions_gets_a_note(tmp_path, capsys):
     (row,) = blocks("dumps.md", "json")
     (tmp_path / "own.jsonl").write_text(row)
     assert main(["diagnose", str(tmp_path / "own.jsonl")]) == 0
@@ -122,14 +121,19 @@ def test_dump_details_expands_to_the_documented_patterns():
     assert f"`{loop.save_debug_train_data}`" in page
     assert f"`--save-debug-rollout-data {loop.save_debug_rollout_data}`" in page
     assert loop.with_dump_patterns() == loop
-    replayed = LoopConfig(
-        num_rollout=2, dump_details="D", load_debug_rollout_data="x"
-    ).with_dump_patterns()
-    assert replayed.save_debug_rollout_data is None and replayed.save_debug_train_data is not None
-    braces = LoopConfig(num_rollout=1, dump_details="a{b}").with_dump_patterns()
-    assert (
-        braces.save_debug_train_data.format(rollout_id=0, rank=0) == "a{b}/train_data/0_0.parquet"
-    )
+
+
+def test_replayed_rollouts_are_not_dumped_again():
+    loop = LoopConfig(num_rollout=2, dump_details="D", load_debug_rollout_data="x")
+    replayed = loop.with_dump_patterns()
+    assert replayed.save_debug_rollout_data is None
+    assert replayed.save_debug_train_data is not None
+
+
+def test_braces_in_the_directory_of_dumps_are_kept():
+    loop = LoopConfig(num_rollout=1, dump_details="a{b}").with_dump_patterns()
+    path = loop.save_debug_train_data.format(rollout_id=0, rank=0)
+    assert path == "a{b}/train_data/0_0.parquet"
 
 
 BAD_PATTERNS = {
@@ -160,48 +164,89 @@ def test_bad_patterns_are_refused(options, message):
         LoopConfig(num_rollout=2, **options).with_dump_patterns()
 
 
-def test_columns_are_derived_filled_and_selected():
+DERIVED = {
+    "offsets": [0, 3, 3, 5],
+    "response_length": [3, 0, 2],
+    "sample": [0, 0, 0, 2, 2],
+    "position": [0, 1, 2, 0, 1],
+    "valid": [True, False, True, True, True],
+}
+
+
+@pytest.mark.parametrize(("name", "values"), DERIVED.items(), ids=DERIVED)
+def test_derived_columns(name, values):
+    assert getattr(full_table(), name).tolist() == values
+
+
+def test_the_size_of_a_table():
     table = full_table()
     assert (len(table), table.tokens) == (3, 5)
-    assert table.offsets.tolist() == [0, 3, 3, 5]
-    assert table.response_length.tolist() == [3, 0, 2]
-    assert table.sample.tolist() == [0, 0, 0, 2, 2]
-    assert table.position.tolist() == [0, 1, 2, 0, 1]
-    assert [prompt.tolist() for prompt in table.prompt] == [[1, 2], [], [3]]
-    assert table.valid.tolist() == [True, False, True, True, True]
-    assert table.log_ratio.tolist() == [
-        0.5,
-        0.0,
-        -0.25,
-        0.0,
-        0.25,
-    ]  # of the recomputed old log-probs
+
+
+def test_prompts_are_token_ids_of_each_sample():
+    assert [prompt.tolist() for prompt in full_table().prompt] == [[1, 2], [], [3]]
+
+
+def test_log_ratios_use_the_old_policy_of_the_metadata():
+    table = full_table()
+    # of the recomputed old log-probs
+    assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.0, 0.25]
     bypass = replace(table, metadata={"old_policy": "rollout"})
-    assert bypass.log_ratio.tolist() == [0.5, 0.0, -0.5, 0.0, 0.25]  # of the current policy
+    # of the current policy
+    assert bypass.log_ratio.tolist() == [0.5, 0.0, -0.5, 0.0, 0.25]
+
+
+def test_required_columns_of_a_sample_without_them():
+    table = full_table()
     assert table.old_log_prob.tolist()[3:] == [-0.5, -0.25]  # the training log-probs
     assert table.loss_mask.tolist() == [1, 0, 1, 1, 1]
+
+
+def test_optional_columns_of_a_sample_without_them():
+    table = full_table()
     assert table.rejected.tolist() == [0, 0, 2, 0, 0]
     assert table.weight_version.tolist() == [4, 4, 5, -1, -1]
-    assert np.isnan(table.entropy[3:]).all() and np.isnan(table.reward[2])
+    assert np.isnan([*table.entropy[3:], table.reward[2]]).all()
     assert table.experts[3:].tolist() == [[[-1, -1], [-1, -1]]] * 2
-    assert table.text == ("<b>é", "", "two")
+
+
+def test_a_sample_without_text_has_an_empty_one():
+    assert full_table().text == ("<b>é", "", "two")
+
+
+def test_selected_samples_join_to_the_same_table():
+    table = full_table()
     assert_same(TokenTable.concatenate([table.select([i]) for i in range(3)]), table)
-    turned = table.select([2, 0])
-    assert turned.token.tolist() == [8, 9, 5, 6, 7] and [
-        prompt.tolist() for prompt in turned.prompt
-    ] == [[3], [1, 2]]
-    assert not any(
-        np.shares_memory(turned.prompt[0], prompt) for prompt in table.prompt
-    )  # prompts can be freed
-    assert turned.sample_index.tolist() == [2, 0] and turned.text == ("two", "<b>é")
 
 
-def test_lengths_and_criteria_have_to_agree_and_other_metadata_are_dropped():
+def test_samples_are_selected_in_any_order():
+    turned = full_table().select([2, 0])
+    assert turned.sample_index.tolist() == [2, 0]
+    assert turned.token.tolist() == [8, 9, 5, 6, 7]
+    assert [prompt.tolist() for prompt in turned.prompt] == [[3], [1, 2]]
+    assert turned.text == ("two", "<b>é")
+
+
+def test_selected_prompts_do_not_keep_the_others_in_memory():
+    table = full_table()
+    (prompt,) = table.select([2]).prompt
+    assert not any(np.shares_memory(prompt, other) for other in table.prompt)
+
+
+def test_different_metadata_is_dropped():
     table = full_table()
     other = replace(table, metadata={**table.metadata, "temperature": 0.5})
     assert "temperature" not in TokenTable.concatenate([table, other]).metadata
+
+
+def test_tables_with_different_criteria_are_not_joined():
+    table = full_table()
+    other = replace(table, metadata={"criteria": ["geometric"]})
     with pytest.raises(ValueError, match="different rejection criteria"):
-        TokenTable.concatenate([table, replace(table, metadata={"criteria": ["geometric"]})])
+        TokenTable.concatenate([table, other])
+
+
+def test_columns_of_a_sample_have_one_length():
     parts = [SampleParts(train_log_prob=[-1.0, -1.0], rollout_log_prob=[-1.0])]
     with pytest.raises(ValueError, match="sample 0 has 2 entries of train_log_prob"):
         TokenTable.from_parts(parts)

@@ -116,47 +116,57 @@ def test_hostile_text_stays_data(page):
     )
 
 
-def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page):
-    data = Parsed(page).data
-    assert [plot["id"] for plot in data["overview"]] == [
-        "run-reward",
-        "run-mismatch",
-        "run-ess",
-        "run-gradient",
-    ]
+@pytest.fixture(scope="module")
+def data(page):
+    return Parsed(page).data
+
+
+def test_a_run_has_plots_of_its_metrics(data):
+    ids = [plot["id"] for plot in data["overview"]]
+    assert ids == ["run-reward", "run-mismatch", "run-ess", "run-gradient"]
+
+
+def test_consecutive_warnings_of_a_run_are_one(data):
     (warning,) = data["warnings"]
     assert (warning["name"], warning["step"], warning["last"]) == ("mismatch", 8, 11)
     assert "nats per token" in warning["message"]
-    assert [plot["id"] for plot in data["shape"]] == [
-        *(
-            "density",
-            "tail",
-            "by-position",
-            "by-turn",
-            "by-age",
-            "by-entropy",
-        )
-    ]  # all responses are equally long
-    assert all(
-        plot["says"].endswith(".")
-        for plot in data["overview"] + data["shape"] + data["what_if"]["plots"]
-    )
-    assert len(data["samples"]["samples"]) == SAMPLES and data["diagnoses"][0]["findings"]
+
+
+def test_a_dump_has_plots_of_its_variables(data):
+    # All responses are equally long, so there is no plot by length.
+    ids = [plot["id"] for plot in data["shape"]]
+    assert ids == ["density", "tail", "by-position", "by-turn", "by-age", "by-entropy"]
+
+
+def test_every_plot_is_described_in_sentences(data):
+    plots = data["overview"] + data["shape"] + data["what_if"]["plots"]
+    assert [plot["id"] for plot in plots if not plot["says"].endswith(".")] == []
+
+
+def test_a_run_shows_all_samples_of_its_dump(data):
+    assert len(data["samples"]["samples"]) == SAMPLES
+
+
+def test_a_run_has_a_diagnosis(data):
+    assert data["diagnoses"][0]["findings"]
+
+
+def test_a_run_has_a_recommendation(data):
     assert data["recommendation"].startswith("No correction")
-    assert {row["flags"] for row in data["what_if"]["rows"]} >= {
-        "--rollout-correction-preset decoupled_token_is"
-    }
 
 
-def test_what_if_is_ordered_by_cosine(page):
-    data = Parsed(page).data
+def test_presets_are_shown_by_their_flag(data):
+    flags = {row["flags"] for row in data["what_if"]["rows"]}
+    assert "--rollout-correction-preset decoupled_token_is" in flags
+
+
+def test_what_if_is_ordered_by_cosine(data):
     cosines = [row["cosine"] for row in data["what_if"]["rows"]]
     assert cosines == sorted(cosines, reverse=True)
     assert "closest to the exact gradient first" in data["notes"]["what_if"]
 
 
-def test_one_recommendation_is_on_the_page(page):
-    data = Parsed(page).data
+def test_one_recommendation_is_on_the_page(data):
     elsewhere = json.dumps([data["diagnoses"], data["what_if"], data["notes"], data["verdict"]])
     assert data["recommendation"]
     assert "Recommended" not in elsewhere
@@ -165,27 +175,41 @@ def test_one_recommendation_is_on_the_page(page):
     assert not any(flag in advice for flag in flags)
 
 
-def test_only_reports_are_overwritten(run, page, tmp_path, capsys):
-    own, foreign = tmp_path / "own.html", tmp_path / "notes.html"
-    own.write_text(page)
-    foreign.write_text("<html>my notes</html>")
-    dump = tmp_path / "dump.parquet"
-    write(dump, make_table(4))
-    assert main(["report", str(dump), "--out", str(own)]) == 0
-    assert '"dump.parquet"' in own.read_text()
-    for path, message in [
-        (foreign, "is not a report"),
-        (tmp_path, "is not a file"),
-        (tmp_path / "absent" / "page.html", "does not exist"),
-        (dump, "is not a report"),
-    ]:
-        capsys.readouterr()
-        assert main(["report", str(dump), "--out", str(path)]) == 2
-        written = capsys.readouterr().err
-        assert message in written and len(written.splitlines()) == 1
-    assert main(["report", str(dump), "--out", "/sys/page.html"]) == 1
+@pytest.fixture
+def dump(tmp_path):
+    write(tmp_path / "dump.parquet", make_table(4))
+    return str(tmp_path / "dump.parquet")
+
+
+def test_a_report_is_overwritten(page, dump, tmp_path):
+    report = tmp_path / "own.html"
+    report.write_text(page)
+    assert main(["report", dump, "--out", str(report)]) == 0
+    assert '"dump.parquet"' in report.read_text()
+
+
+OUTPUTS = {
+    "another page": ("notes.html", "is not a report"),
+    "directory": (".", "is not a file"),
+    "no directory": ("absent/page.html", "does not exist"),
+    "the dump": ("dump.parquet", "is not a report"),
+}
+
+
+@pytest.mark.parametrize(("out", "message"), OUTPUTS.values(), ids=OUTPUTS)
+def test_other_outputs_are_refused_with_one_line(out, message, dump, tmp_path, capsys):
+    notes = tmp_path / "notes.html"
+    notes.write_text("<html>my notes</html>")
+    assert main(["report", dump, "--out", str(tmp_path / out)]) == 2
+    written = capsys.readouterr().err
+    assert message in written
+    assert len(written.splitlines()) == 1
+    assert notes.read_text() == "<html>my notes</html>"
+
+
+def test_an_output_that_cannot_be_written_is_named(dump, capsys):
+    assert main(["report", dump, "--out", "/sys/page.html"]) == 1
     assert "/sys/" in capsys.readouterr().err
-    assert foreign.read_text() == "<html>my notes</html>"
 
 
 def test_two_runs_in_one_page(run, tmp_path, capsys):
@@ -228,38 +252,49 @@ def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monke
     assert high["fill"] == "tonexty" and len(others) == 3 and data["title"] == "4 runs"
 
 
-def test_two_runs_differ_in_the_changed_option_and_engine(run, tmp_path, capsys):
+def test_a_comparison_names_the_changed_option_and_engine(run, tmp_path, capsys):
     other = make_run(tmp_path / "other")
     table = make_table()
-    write(
-        other / "dumps" / "0.parquet", replace(table, rollout_log_prob=table.rollout_log_prob - 0.5)
-    )
+    changed = replace(table, rollout_log_prob=table.rollout_log_prob - 0.5)
+    write(other / "dumps" / "0.parquet", changed)
     with (other / "config.yaml").open("a") as lines:
         lines.write("rollout_precision: fp8\nseed: 3\n")
     assert main(["diagnose", "--compare", str(run), str(other), "--json"]) == 0
     option, size, engine, cause = json.loads(capsys.readouterr().out)["changes"]
-    assert option == "option rollout_precision: none → fp8" and "mean abs(Δ): 0.0147 → 0.5" in size
+    assert option == "option rollout_precision: none → fp8"
+    assert "mean abs(Δ): 0.0147 → 0.5" in size
     assert "training by 0 and in the rollout engine by 0.5 nats" in engine and "→" in cause
+
+
+def test_a_run_compared_with_itself_differs_by_noise(run, capsys):
     assert main(["diagnose", "--compare", str(run), str(run)]) == 0
     assert "within the noise" in capsys.readouterr().out
+
+
+def test_a_comparison_names_the_run_without_dumps(run, tmp_path, capsys):
+    other = make_run(tmp_path / "other")
     (other / "config.yaml").write_text("lr: 0.001\n")
     assert main(["diagnose", "--compare", str(run), str(other)]) == 0
     assert "other: This run wrote no dumps" in capsys.readouterr().out
-    pair = ["--compare", str(run), str(other)]
-    for wrong in ([str(run), *pair], [*pair, "--fail-on", "k3=1"], [*pair, "--demo"]):
-        assert main(["diagnose", *wrong]) == 2
 
 
-def test_json_has_the_numbers_and_no_page(run, tmp_path, capsys):
-    dump = tmp_path / "dump.parquet"
-    write(dump, make_table(8))
-    assert main(["report", str(dump), "--json"]) == 0
+@pytest.mark.parametrize(
+    "more", [["."], ["--fail-on", "k3=1"], ["--demo"]], ids=["third run", "limit", "demo"]
+)
+def test_diagnose_compares_only_two_runs(more, run):
+    assert main(["diagnose", *more, "--compare", str(run), str(run)]) == 2
+
+
+def test_json_has_the_numbers_of_a_report(dump, capsys):
+    assert main(["report", dump, "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert (
-        numbers["sources"][0]["mismatch"]["samples"] == 8
-        and numbers["what_if"]
-        and numbers["diagnoses"]
-    )
+    assert numbers["sources"][0]["mismatch"]["samples"] == 4
+    assert numbers["what_if"]
+    assert numbers["diagnoses"]
+
+
+def test_json_writes_no_page(dump, tmp_path):
+    assert main(["report", dump, "--json"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["dump.parquet"]
 
 
@@ -302,42 +337,58 @@ def test_custom_tokenizer_code_never_runs(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_absent_path_and_a_run_without_dumps_are_one_line(tmp_path, capsys):
-    for command in ("report", "diagnose"):
-        assert main([command, str(tmp_path / "nothing")]) == 2
-        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+@pytest.mark.parametrize("command", ["report", "diagnose"])
+def test_an_absent_path_is_refused_with_one_line(command, tmp_path, capsys):
+    assert main([command, str(tmp_path / "nothing")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.fixture
+def run_without_dumps(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "config.yaml").write_text("lr: 0.001\n")
-    assert main(["report", str(run)]) == 0
-    assert "--save-debug-train-data" in capsys.readouterr().out
-    data = Parsed((run / "report.html").read_text()).data
-    assert data["samples"] is None and data["shape"] == [] and len(data["overview"]) == 4
-    assert main(["diagnose", str(run)]) == 0
+    return run
+
+
+@pytest.mark.parametrize("command", ["report", "diagnose"])
+def test_a_run_without_dumps_is_told_how_to_write_them(command, run_without_dumps, capsys):
+    assert main([command, str(run_without_dumps)]) == 0
     assert "--save-debug-train-data" in capsys.readouterr().out
 
 
-def test_numbers_and_steps_of_a_table_by_hand():
-    table = TokenTable.from_parts(
-        [
-            SampleParts(
-                train_log_prob=[-1.0, -2.0, -3.0],
-                rollout_log_prob=[-1.5, -2.0, -90.0],
-                loss_mask=[1, 1, 0],
-            )
-        ]
+def test_a_run_without_dumps_shows_only_metrics(run_without_dumps):
+    assert main(["report", str(run_without_dumps)]) == 0
+    data = Parsed((run_without_dumps / "report.html").read_text()).data
+    assert (data["samples"], data["shape"], len(data["overview"])) == (None, [], 4)
+
+
+def test_the_summary_of_a_table_by_hand():
+    sample = SampleParts(
+        train_log_prob=[-1.0, -2.0, -3.0],
+        rollout_log_prob=[-1.5, -2.0, -90.0],
+        loss_mask=[1, 1, 0],
     )
-    numbers = mismatch_plots.summary(table)
-    assert (numbers["tokens"], numbers["trained_tokens"], numbers["tokens_without_log_prob"]) == (
-        3,
-        2,
-        0,
-    )
-    assert numbers["mean_abs_log_ratio"] == 0.25 and numbers["max_abs_log_ratio"] == 0.5
+    numbers = mismatch_plots.summary(TokenTable.from_parts([sample]))
+    counts = [numbers[name] for name in ("tokens", "trained_tokens", "tokens_without_log_prob")]
+    assert counts == [3, 2, 0]
+    assert numbers["mean_abs_log_ratio"] == 0.25
+    assert numbers["max_abs_log_ratio"] == 0.5
     assert numbers["k3"] == pytest.approx((np.exp(0.5) - 0.5 - 1) / 2)
-    table = TokenTable.from_parts([SampleParts(train_log_prob=[np.nan], rollout_log_prob=[-1.0])])
-    empty = TokenTable.from_parts([])
-    for each in (table, empty):
-        assert Parsed(render(page_data([source(each)]))).data["shape"] == []
+
+
+INVALID = {
+    "no log-prob": [SampleParts(train_log_prob=[np.nan], rollout_log_prob=[-1.0])],
+    "no sample": [],
+}
+
+
+@pytest.mark.parametrize("parts", INVALID.values(), ids=INVALID)
+def test_a_table_without_valid_tokens_has_no_plots(parts):
+    page = render(page_data([source(TokenTable.from_parts(parts))]))
+    assert Parsed(page).data["shape"] == []
+
+
+def test_rows_with_only_an_evaluation_are_no_steps():
     rows = (
         {"step": 0, "eval/accuracy": 0.5},
         {"step": 1, "train/grad_norm": 1.0},
@@ -345,18 +396,18 @@ def test_numbers_and_steps_of_a_table_by_hand():
     )
     run = Source(name="run", path=Path("run"), metrics=rows, table=None, note="")
     assert page_data([run])["subtitle"] == ["run: 2 steps"]
-    assert _front([(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]) == [
-        True,
-        True,
-        True,
-        False,
-        True,
-    ]
-    runs = [
-        replace(source(), options={1: "a", "lr": lr, "seed": seed})
-        for lr, seed in ((1, 1), (1, 2), (2, 1))
-    ]
-    assert [len(group.sources) for group in group_runs([*runs, source(), source()])] == [2, 1, 1, 1]
+
+
+def test_the_front_has_points_that_no_other_point_beats():
+    points = [(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]
+    assert _front(points) == [True, True, True, False, True]
+
+
+def test_runs_that_differ_in_seeds_are_one_group():
+    configurations = ((1, 1), (1, 2), (2, 1))
+    runs = [replace(source(), options={1: "a", "lr": lr, "seed": s}) for lr, s in configurations]
+    groups = group_runs([*runs, source(), source()])
+    assert [len(group.sources) for group in groups] == [2, 1, 1, 1]
 
 
 def test_the_worst_samples_come_first_with_their_groups():
@@ -416,16 +467,21 @@ def test_columns_survive_the_round_trip_through_the_page():
     assert head["experts"] == {"layers": 3, "of": 3, "k": 2} and head["offsets"] == [0, 7, 14, 21]
 
 
-def test_single_values_are_not_plotted_and_recurring_warnings_listed_again():
-    def drawn(*tables):
-        return {plot["id"] for plot in page_data([source(table) for table in tables])["shape"]}
+def plot_ids(*tables):
+    return {plot["id"] for plot in page_data([source(table) for table in tables])["shape"]}
 
-    short, long = make_table(4, 10), make_table(4, 20)
-    assert "by-length" not in drawn(short) | drawn(long) | drawn(short, long)
-    assert "by-length" in drawn(TokenTable.concatenate([short, long]))
+
+def test_single_values_are_not_plotted():
+    short = make_table(4, 10)
+    long = make_table(4, 20)
+    assert "by-length" not in plot_ids(short) | plot_ids(long) | plot_ids(short, long)
+    assert "by-length" in plot_ids(TokenTable.concatenate([short, long]))
+
+
+def test_a_warning_that_returns_is_listed_again():
     rows = [{"step": i, "health/mismatch": float(held)} for i, held in enumerate([1, 1, 0, 1])]
-    found = overview.warnings(rows)
-    assert [(warning["step"], warning["last"]) for warning in found] == [(0, 1), (3, 3)]
+    steps = [(warning["step"], warning["last"]) for warning in overview.warnings(rows)]
+    assert steps == [(0, 1), (3, 3)]
 
 
 def test_dumps_moved_with_their_run_are_found(tmp_path):
