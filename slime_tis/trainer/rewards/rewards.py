@@ -60,9 +60,10 @@ class RewardKey:
                 numbers[str(name)] = _as_number(part)
         if self.weights:
             wanted = f"a dict with the numbers {', '.join(self.weights)} ({self.flag})"
-            value = 0.0
+            terms = []
             for name, weight in self.weights.items():
-                value += weight * numbers.get(name, math.nan)
+                terms.append(weight * numbers.get(name, math.nan))
+            value = sum(terms)
         elif self.name is not None:
             wanted = f"a dict with the number {self.name} ({self.flag})"
             value = numbers.get(self.name, math.nan)
