@@ -54,10 +54,9 @@ def assert_slime(table):
     assert table.metadata["source"] == "slime"
 
 
-def test_lists_of_samples_and_dicts_of_lists_are_read(tmp_path):
-    sample = slime_sample(
-        log_probs=torch.nn.Parameter(slime_sample()["log_probs"])
-    )  # gradients are allowed
+def test_lists_of_samples_are_read(tmp_path):
+    # gradients are allowed
+    sample = slime_sample(log_probs=torch.nn.Parameter(slime_sample()["log_probs"]))
     content = {
         "format_version": 2,
         "rollout_id": 4,
@@ -68,12 +67,14 @@ def test_lists_of_samples_and_dicts_of_lists_are_read(tmp_path):
     torch.save(content, tmp_path / "4.pt")
     table = read(tmp_path / "4.pt")
     assert_slime(table)
-    assert table.sample_index.tolist() == [7] and table.truncated.tolist() == [1]
+    assert table.sample_index.tolist() == [7]
+    assert table.truncated.tolist() == [1]
+
+
+def test_dicts_of_lists_are_read(tmp_path):
     data = {key: [value] for key, value in slime_sample().items() if key != "data_parallel_rank"}
-    data |= {
-        "raw_reward": [0.0, 1.0],
-        "num_microbatches": [1, 2],
-    }  # of the whole batch, of the schedule
+    data["raw_reward"] = [0.0, 1.0]  # of the complete batch
+    data["num_microbatches"] = [1, 2]  # of the schedule
     for rank in (0, 1):
         content = {"rollout_id": 4, "rank": rank, "rollout_data": data, "cp_rank": 0, "cp_size": 1}
         (tmp_path / "train_data").mkdir(exist_ok=True)
@@ -113,7 +114,7 @@ def test_a_bad_pt_file_is_refused_with_the_reason(tmp_path, content, message):
         read(tmp_path / "4.pt")
 
 
-def test_a_pt_file_runs_no_code_and_a_compressed_one_is_refused(tmp_path):
+def test_a_pt_file_runs_no_code(tmp_path):
     class Evil:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "ran",))
@@ -121,7 +122,11 @@ def test_a_pt_file_runs_no_code_and_a_compressed_one_is_refused(tmp_path):
     torch.save({"samples": [Evil()]}, tmp_path / "4.pt")
     with pytest.raises(ValueError, match="which are never loaded") as error:
         read(tmp_path / "4.pt")
-    assert "weights_only" not in str(error.value) and not (tmp_path / "ran").exists()
+    assert "weights_only" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_compressed_pt_file_is_refused(tmp_path):
     torch.save({"samples": [slime_sample(advantages=torch.zeros(10**6))]}, tmp_path / "plain.pt")
     with (
         zipfile.ZipFile(tmp_path / "plain.pt") as plain,
@@ -149,31 +154,47 @@ def nemo_row(index, **changes):
     return {**row, **{key: [value] for key, value in changes.items()}, "idx": index}
 
 
-def test_nemo_rl(tmp_path):
+@pytest.fixture
+def nemo_table(tmp_path):
     rows = [nemo_row(0), nemo_row(1, sample_loss_mask=0.0, filtered_rewards=0.25)]
     write_lines(tmp_path / "train_data_step12.jsonl", rows)
     write_lines(tmp_path / "train_data_step2.jsonl", [nemo_row(0)])
-    table = read(tmp_path)
-    assert table.step.tolist() == [1, 11, 11]  # files in the order of their numbers
-    assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.5, 0.0, -0.25, 0.0, 0.0, 0.0]
-    assert table.token.tolist()[:3] == [5, 6, 7] and table.prompt[0].tolist() == [1, 2]
-    assert table.loss_mask.tolist()[3:] == [
-        1,
-        0,
-        1,
-        0,
-        0,
-        0,
-    ]  # the last sample is masked as a whole
-    assert table.reward.tolist() == [1.0, 1.0, 0.25] and table.advantage.tolist()[0] == 0.5
-    assert table.metadata == {"source": "nemo_rl", "old_policy": "recomputed"}
+    return read(tmp_path)
+
+
+def test_files_of_nemo_rl_are_read_in_the_order_of_steps(nemo_table):
+    assert nemo_table.step.tolist() == [1, 11, 11]
+
+
+def test_token_columns_of_nemo_rl(nemo_table):
+    assert nemo_table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.5, 0.0, -0.25, 0.0, 0.0, 0.0]
+    assert nemo_table.token.tolist()[:3] == [5, 6, 7]
+    assert nemo_table.prompt[0].tolist() == [1, 2]
+    assert nemo_table.advantage.tolist()[0] == 0.5
+
+
+def test_the_sample_mask_of_nemo_rl_masks_all_tokens(nemo_table):
+    assert nemo_table.loss_mask.tolist()[3:] == [1, 0, 1, 0, 0, 0]
+
+
+def test_filtered_rewards_of_nemo_rl_replace_rewards(nemo_table):
+    assert nemo_table.reward.tolist() == [1.0, 1.0, 0.25]
+
+
+def test_metadata_of_nemo_rl(nemo_table):
+    assert nemo_table.metadata == {"source": "nemo_rl", "old_policy": "recomputed"}
 
 
 def prime_row(**changes):
     """A row of prime-rl's TokenExporter, schema_version 1."""
     row = {
-        **{"schema_version": 1, "step": 3, "rank": 0, "micro_step": 0, "micro_sequence_idx": 0},
-        **{"export_sequence_idx": 0, "env_name": "math"},
+        "schema_version": 1,
+        "step": 3,
+        "rank": 0,
+        "micro_step": 0,
+        "micro_sequence_idx": 0,
+        "export_sequence_idx": 0,
+        "env_name": "math",
         "token_ids": [1, 2, 5, 6, 7],
         "position_ids": [0, 1, 2, 3, 4],
         "loss_mask": [False, False, True, False, True],
@@ -182,28 +203,46 @@ def prime_row(**changes):
         "trainer_logprobs": [-3.0, -2.0, -1.0, -0.5, -2.25],
         "entropy": [0.1, 0.2, 0.3, 0.4, 0.5],
         "is_masked": [False, False, True, False, False],
-        **{"mismatch_kl": [None] * 5, "rl_weights": [None] * 5},
+        "mismatch_kl": [None] * 5,
+        "rl_weights": [None] * 5,
     }
     return row | changes
 
 
-def test_prime_rl(tmp_path):
+@pytest.fixture
+def prime_table(tmp_path):
     write_lines(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", [prime_row()])
     write_lines(
         tmp_path / "token_exports" / "step_10" / "rank_0.jsonl",
         [prime_row(step=10, is_masked=[None] * 5)],
     )
     (tmp_path / "token_exports" / "step_3" / "STABLE").touch()
-    table = read(tmp_path)
-    assert sorted(table.step.tolist()) == [3, 10]
-    of_3 = table.select(np.flatnonzero(table.step == 3))
-    assert of_3.log_ratio.tolist() == [0.5, 0.0, 0.0]
-    assert math.isnan(of_3.rollout_log_prob[2]) and of_3.valid.tolist() == [True, False, False]
-    assert of_3.rejected.tolist() == [1, 0, 0] and of_3.metadata["criteria"] == ["is_masked"]
-    assert of_3.entropy.tolist() == pytest.approx([0.3, 0.4, 0.5]) and of_3.prompt[0].tolist() == [
-        1,
-        2,
-    ]
+    return read(tmp_path)
+
+
+@pytest.fixture
+def prime_step(prime_table):
+    return prime_table.select(np.flatnonzero(prime_table.step == 3))
+
+
+def test_all_steps_of_prime_rl_are_read(prime_table):
+    assert sorted(prime_table.step.tolist()) == [3, 10]
+
+
+def test_log_probs_of_prime_rl(prime_step):
+    assert prime_step.log_ratio.tolist() == [0.5, 0.0, 0.0]
+    assert math.isnan(prime_step.rollout_log_prob[2])
+    assert prime_step.valid.tolist() == [True, False, False]
+
+
+def test_masked_tokens_of_prime_rl_are_rejected(prime_step):
+    assert prime_step.rejected.tolist() == [1, 0, 0]
+    assert prime_step.metadata["criteria"] == ["is_masked"]
+
+
+def test_other_columns_of_prime_rl(prime_step):
+    assert prime_step.entropy.tolist() == pytest.approx([0.3, 0.4, 0.5])
+    assert prime_step.prompt[0].tolist() == [1, 2]
 
 
 def verl_row(**changes):
@@ -231,7 +270,7 @@ def test_verl_generations_with_log_probs(tmp_path):
 PLAIN = {"train_log_probs": [-1.0, -0.5], "rollout_log_probs": [-1.5, None], "loss_mask": [1, 1]}
 
 
-def test_plain_jsonl_and_parquet_are_the_same_table(tmp_path):
+def test_plain_jsonl_equals_plain_parquet(tmp_path):
     row = PLAIN | {
         "tokens": [5, 6],
         "advantages": 0.5,
@@ -332,21 +371,34 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path, line, message):
     assert str(error.value).startswith(str(path))
 
 
-def test_unknown_absent_and_empty_dumps_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no dumps"):
-        read(tmp_path)
-    with pytest.raises(ValueError, match="unknown form"):
-        read(write_lines(tmp_path / "x.jsonl", [{"x": 1}]))
-    with pytest.raises(ValueError, match="--save-debug-train-data has them"):
-        read(
-            write_lines(tmp_path / "y.jsonl", [{"response_length": 1, "rollout_log_probs": [-1.0]}])
-        )
-    with pytest.raises(ValueError, match="line 1 is a generation of verl"):
-        read(write_lines(tmp_path / "9.jsonl", [verl_row()]))
-    with pytest.raises(ValueError, match="there is no file or directory"):
-        read(tmp_path / "missing")
-    with pytest.raises(ValueError, match="has no samples"):
-        read(write_lines(tmp_path / "a.jsonl", []))
+BAD_ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "unknown keys": ([{"x": 1}], "unknown form"),
+    "slime's rollouts": (
+        [{"response_length": 1, "rollout_log_probs": [-1.0]}],
+        "--save-debug-train-data has them",
+    ),
+    "verl without log-probs": ([verl_row()], "line 1 is a generation of verl"),
+    "no rows": ([], "has no samples"),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_files_without_log_probs_are_refused(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        read(write_lines(tmp_path / "9.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("", "has no dumps"), ("missing", "there is no file or directory")],
+    ids=["empty directory", "absent path"],
+)
+def test_paths_without_dumps_are_refused(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / name)
+
+
+def test_a_file_that_is_not_parquet_is_refused(tmp_path):
     (tmp_path / "a.parquet").write_text("PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read as parquet"):
         read(tmp_path / "a.parquet")
@@ -390,10 +442,15 @@ def test_memory_is_bounded_in_bytes(tmp_path):
     assert part.metadata["sampled"] == {"samples": 24, "tokens": 40}
 
 
-def test_fractional_masks_count_and_large_log_probs_become_infinite(tmp_path):
-    row = PLAIN | {"loss_mask": [0.5, 0], "train_log_probs": [-1e300, -1.0]}
+def test_fractional_masks_count(tmp_path):
+    row = PLAIN | {"loss_mask": [0.5, 0]}
+    assert read(write_lines(tmp_path / "a.jsonl", [row])).loss_mask.tolist() == [1, 0]
+
+
+def test_log_probs_beyond_float32_become_infinite(tmp_path):
+    row = PLAIN | {"train_log_probs": [-1e300, -1.0]}
     table = read(write_lines(tmp_path / "a.jsonl", [row]))
-    assert table.loss_mask.tolist() == [1, 0] and table.train_log_prob.tolist() == [-np.inf, -1.0]
+    assert table.train_log_prob.tolist() == [-np.inf, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -439,22 +496,29 @@ def test_a_large_row_group_is_read_in_parts(tmp_path, monkeypatch):
     assert_same(TokenTable.concatenate(tables), full_table())
 
 
-def test_rows_columns_and_text_of_a_parquet_file(tmp_path):
+def test_rows_of_a_parquet_file(tmp_path):
     write(tmp_path / "a.parquet", full_table())
     rows = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert [row["token"] for row in rows] == [[5, 6, 7], [], [8, 9]]
-    assert (
-        rows[0]["prompt"] == [1, 2]
-        and rows[0]["experts"] == list(range(12))
-        and rows[2]["truncated"] == 1
-    )
+    assert rows[0]["prompt"] == [1, 2]
+    assert rows[0]["experts"] == list(range(12))
+    assert rows[2]["truncated"] == 1
+
+
+def test_a_parquet_file_has_only_known_columns(tmp_path):
     table = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0])])
     write(tmp_path / "a.parquet", table)
     names = parquet.read_schema(tmp_path / "a.parquet").names
     assert names == ["train_log_prob", "old_log_prob", "rollout_log_prob", "loss_mask"]
     assert_same(TokenTable.concatenate(list(parquet_tables(tmp_path / "a.parquet"))), table)
+
+
+def test_an_empty_table_is_written(tmp_path):
     write(tmp_path / "a.parquet", TokenTable.from_parts([]))
     assert TokenTable.concatenate(list(parquet_tables(tmp_path / "a.parquet"))).tokens == 0
+
+
+def test_a_lone_surrogate_is_replaced(tmp_path):
     part = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0], text="a\ud800b")
     write(tmp_path / "a.parquet", TokenTable.from_parts([part]))
     assert next(parquet_tables(tmp_path / "a.parquet")).text == ("a?b",)
