@@ -1,6 +1,8 @@
 """The comparison of both engines before the first step, and after the first weight update."""
 
-from dataclasses import replace
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from slime_tis.main import train
 from slime_tis.trainer import check_engines, setup
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
+from tests.runs import run_here
 
 generate = LocalEngine.generate
 
@@ -18,59 +21,85 @@ def plant(monkeypatch, fault):
 
 
 def hotter(engine, prompts, sampling, seed):
-    return generate(
-        engine, prompts, replace(sampling, temperature=1.5 * sampling.temperature), seed
-    )
+    hot = replace(sampling, temperature=1.5 * sampling.temperature)
+    return generate(engine, prompts, hot, seed)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "int4"])
-def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(run, precision, capsys):
-    flags = ["--num-rollout", "2", "--rollout-precision", precision]
-    checked, unchecked = (
-        run(*flags, name="checked"),
-        run(*flags, "--check-engines", "off", name="unchecked"),
-    )
-    shown = capsys.readouterr()
-    assert shown.out.count("engines agree") == 1 and "disagree" not in shown.err
-    for row, other in zip(checked, unchecked, strict=True):
-        names = [name for name in row if not name.startswith("perf/") and name != "time"]
-        assert {name: row[name] for name in names} == {name: other[name] for name in names}
+def numbers(rows):
+    """The metrics that do not depend on the clock."""
+    return [
+        {name: row[name] for name in row if not name.startswith("perf/") and name != "time"}
+        for row in rows
+    ]
 
 
-def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(
-    run, monkeypatch, capsys
-):
+@dataclass
+class CheckedRuns:
+    """A run with the check, its output, and the same run without the check."""
+
+    checked: list[dict[str, float]]
+    unchecked: list[dict[str, float]]
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16", "fp8", "int8", "int4"])
+def healthy(
+    request: pytest.FixtureRequest, task: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> CheckedRuns:
+    directory = tmp_path_factory.mktemp("healthy")
+    flags = [*task, "--num-rollout", "2", "--rollout-precision", request.param]
+    stdout = StringIO()
+    stderr = StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        checked = run_here(flags, directory / "checked")
+        unchecked = run_here([*flags, "--check-engines", "off"], directory / "unchecked")
+    return CheckedRuns(checked, unchecked, stdout.getvalue(), stderr.getvalue())
+
+
+def test_engines_that_agree_raise_no_alarm(healthy):
+    assert healthy.stdout.count("engines agree") == 1
+    assert "disagree" not in healthy.stderr
+
+
+def test_the_check_changes_no_number(healthy):
+    assert numbers(healthy.checked) == numbers(healthy.unchecked)
+
+
+def test_a_check_without_short_prompts_does_not_end_the_run(run, monkeypatch, capsys):
     monkeypatch.setattr(check_engines, "MAX_PROMPT_TOKENS", 1)
-    assert len(run("--num-rollout", "1", name="long")) == 1
+    assert len(run("--num-rollout", "1")) == 1
     assert "the engines are not compared" in capsys.readouterr().out
-    monkeypatch.undo()
 
+
+def test_a_check_without_answers_does_not_end_the_run(run, monkeypatch, capsys):
     def silent(engine, prompts, sampling, seed):
         groups = generate(engine, prompts, sampling, seed)
-        return [[] for _ in groups] if len(prompts) == check_engines.PROMPTS else groups
+        if len(prompts) == check_engines.PROMPTS:
+            return [[] for _ in groups]
+        return groups
 
     plant(monkeypatch, silent)
-    assert len(run("--num-rollout", "1", name="silent")) == 1
+    assert len(run("--num-rollout", "1")) == 1
     assert "gave no answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_another_temperature_is_named_and_proven(
-    run, task, tmp_path, precision, monkeypatch, capsys
-):
+def test_another_temperature_is_a_warning(run, precision, monkeypatch, capsys):
     plant(monkeypatch, hotter)
-    flags = ["--num-rollout", "1", "--rollout-precision", precision]
-    assert len(run(*flags, name="warned")) == 1
+    assert len(run("--num-rollout", "1", "--rollout-precision", precision)) == 1
     assert "samples at 1.5 times" in capsys.readouterr().err
-    assert (
-        train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")])
-        == 1
-    )
-    assert (
-        "samples at 1.5 times" in capsys.readouterr().err
-        and not (tmp_path / "stopped" / "metrics.jsonl").exists()
-    )
-    assert (tmp_path / "stopped" / "engine_check.pt").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_another_temperature_can_stop_the_run(task, tmp_path, precision, monkeypatch, capsys):
+    plant(monkeypatch, hotter)
+    flags = [*task, "--num-rollout", "1", "--rollout-precision", precision]
+    stopped = tmp_path / "stopped"
+    assert train([*flags, "--check-engines", "stop", "--output-dir", str(stopped)]) == 1
+    assert "samples at 1.5 times" in capsys.readouterr().err
+    assert not (stopped / "metrics.jsonl").exists()
+    assert (stopped / "engine_check.pt").exists()
 
 
 LOGITS = {
@@ -87,7 +116,7 @@ LOGITS = {
 
 @pytest.mark.parametrize("fault", LOGITS)
 def test_a_sampler_setting_is_named_without_scoring_again(
-    run, task, tmp_path, fault, monkeypatch, capsys
+    task, tmp_path, fault, monkeypatch, capsys
 ):
     change, words = LOGITS[fault]
     build = LocalEngine.__init__
@@ -100,13 +129,12 @@ def test_a_sampler_setting_is_named_without_scoring_again(
 
     monkeypatch.setattr(LocalEngine, "__init__", changed)
     monkeypatch.setattr(check_engines, "MAX_PROVEN_BYTES", 0)  # as of a large model
-    flags = ["--num-rollout", "1", "--rollout-precision", "fp32"]
-    assert (
-        train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")])
-        == 1
-    )
-    shown = " ".join(capsys.readouterr().err.split())
-    assert words in shown and "the 8 likeliest tokens at 16 positions" in shown
+    flags = [*task, "--num-rollout", "1", "--rollout-precision", "fp32"]
+    flags += ["--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")]
+    assert train(flags) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert words in message
+    assert "the 8 likeliest tokens at 16 positions" in message
 
 
 @pytest.mark.parametrize(
@@ -149,17 +177,29 @@ def test_the_wrong_one_of_four_servers_is_named(run, monkeypatch, capsys):
     monkeypatch.setattr(LocalEngine, "workers", ("http://a", "http://b", "http://c", "http://d"))
     rows = run("--num-rollout", "1", "--rollout-precision", "int8", name="warned")
     assert "differs from the others (http://c)" in " ".join(capsys.readouterr().err.split())
-    assert rows[0]["train/worst_worker"] == 2 and rows[0]["train/worst_worker_ratio"] > 1.5
+    assert rows[0]["train/worst_worker"] == 2
+    assert rows[0]["train/worst_worker_ratio"] > 1.5
 
 
-def test_an_engine_that_answers_with_older_weights_after_the_first_update_is_found(
-    run, monkeypatch, capsys
-):
-    build, update = setup.EngineCheck, LocalEngine.update_weights
+@pytest.fixture
+def repeated_check(monkeypatch):
+    """Repeats the check after the first update, as for an engine with a prefix cache."""
+    build = setup.EngineCheck
     monkeypatch.setattr(setup, "EngineCheck", lambda **values: build(**{**values, "repeats": True}))
-    flags = ["--num-rollout", "2", "--rollout-precision", "fp32", "--lr", "1e-2"]
-    run(*flags, name="healthy")
+
+
+UPDATED = ("--num-rollout", "2", "--rollout-precision", "fp32", "--lr", "1e-2")
+
+
+@pytest.mark.usefixtures("repeated_check")
+def test_updated_weights_raise_no_alarm(run, capsys):
+    run(*UPDATED)
     assert "prefix cache" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("repeated_check")
+def test_older_weights_after_the_first_update_are_found(run, monkeypatch, capsys):
+    update = LocalEngine.update_weights
 
     def first_only(engine, source, version):
         if version == 0:
@@ -167,5 +207,5 @@ def test_an_engine_that_answers_with_older_weights_after_the_first_update_is_fou
         engine.weight_version = version
 
     monkeypatch.setattr(LocalEngine, "update_weights", first_only)
-    run(*flags, name="stale")
+    run(*UPDATED)
     assert capsys.readouterr().err.count("stale prefix cache") == 1
