@@ -47,7 +47,7 @@ class TruncatedRun:
         return [row[name] for row in self.rows if name in row]
 
 
-@pytest.fixture(scope="module", params=CUTS.values(), ids=CUTS)
+@pytest.fixture(scope="module", params=CUTS.values(), ids=list(CUTS))
 def truncated(
     request: pytest.FixtureRequest, task: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> TruncatedRun:

@@ -237,7 +237,7 @@ class EngineCheck:
         return parallel.broadcast_from_last_stage(rows), comparison.gap
 
     def _top_tokens(self, samples: Sequence[Sample], noise: float) -> TopTokens | None:
-        """Compares the likeliest next tokens after a part of an answer to each prompt; a collective.
+        """Compares the likeliest next tokens within an answer to each prompt; a collective.
 
         Training scores each of these tokens as a response of one token.
         """

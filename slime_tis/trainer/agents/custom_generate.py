@@ -109,7 +109,7 @@ class GenerateFunction:
     async def _call(
         self, sample: Sample, engine: RecordedEngine, params: dict[str, Any], evaluation: bool
     ) -> Any:
-        """Returns the function's value; raises NoSample if the function raises or runs out of time."""
+        """Returns the function's value; raises NoSample if it raises or runs out of time."""
         offered = {"engine": engine, "evaluation": evaluation}
         keywords = {name: offered[name] for name in accepted(self.function, tuple(offered))}
 
@@ -399,7 +399,7 @@ def build_generate_function(
 
 
 def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
-    """Returns slime's parameters for a generate function: special tokens and stops stay in texts."""
+    """Returns slime's parameters for a generate function, which keep stops in the text."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

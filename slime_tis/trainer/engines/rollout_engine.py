@@ -34,7 +34,7 @@ class EngineHost:
 
 @dataclass(frozen=True, kw_only=True)
 class SentRows:
-    """Rows of a tensor sent to the engine, float32 on the CPU, rounded to the engine's precision."""
+    """Rows of a sent tensor, float32 on the CPU, rounded to the engine's precision."""
 
     rows: Tensor
     """Every `stride`-th row from row `first` on; all rows of a small tensor."""
@@ -91,7 +91,10 @@ class RolloutEngine(Protocol):
 
     @property
     def http_address(self) -> tuple[str, int] | None:
-        """Host and port for POST /generate: the router, else the first server; None except on rank 0."""
+        """Host and port of the router, else of the first server; None except on rank 0.
+
+        It answers POST /generate.
+        """
 
     def submit(
         self,
@@ -133,7 +136,7 @@ class RolloutEngine(Protocol):
         """
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Names of tensors that provably differ from the last update's rows, per copy of the weights."""
+        """Names of tensors that provably differ from the rows sent last, per copy of the weights."""
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, per copy of the weights."""
@@ -141,10 +144,13 @@ class RolloutEngine(Protocol):
     def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
     ) -> list[dict[int, float]]:
-        """Log-probs of the likeliest next tokens per text, before top-p and top-k; empty on failure."""
+        """Log-probs of the likeliest next tokens per text, before top-p and top-k.
+
+        Empty after a failure.
+        """
 
     def unfinished(self) -> list[list[Sample]]:
-        """Partially generated groups; the next `submit` resumes them before starting new prompts."""
+        """Partially generated groups; the next `submit` resumes them before new prompts."""
 
     def resume_unfinished(self, groups: list[list[Sample]]) -> None:
         """Restores the groups that `unfinished` returned in an earlier process."""

@@ -1,4 +1,4 @@
-"""Batches of prompts in flight while earlier answers are trained on, and their unfinished groups."""
+"""Batches in flight while earlier answers are trained on, and their unfinished groups."""
 
 import copy
 from collections import deque

@@ -386,7 +386,7 @@ class ContinuousBatching:
     # Forward passes
 
     def _prefill(self) -> bool:
-        """Feeds inputs, once enough requests are ready or one has waited; returns whether it did."""
+        """Feeds inputs once enough requests are ready or one has waited; returns whether it did."""
         slots = [slot for slot in self._slots[self._decoding :] if len(slot.pending) > 1]
         works = [slot.work for slot in slots if slot.work]
         are_few = len(works) * PREFILL_SHARE < self._decoding

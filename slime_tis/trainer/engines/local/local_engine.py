@@ -249,7 +249,7 @@ class LocalEngine:
         return precisions[self._weights[name].dtype]
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Tensors whose rows differ in any bit, except routers that --rollout-router-bits rounds."""
+        """Tensors whose rows differ in a bit, except routers that --rollout-router-bits rounds."""
         rounding = ROUNDINGS.get(self._precision)
         # Looked up in the model: a tied output layer can have become a stale copy.
         output_layer = {OUTPUT_LAYER: self._model.get_output_embeddings().weight}
@@ -330,7 +330,7 @@ class LocalEngine:
         del self._model, self._weights
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the model under its names, each once; buffers such as rotary tables are left out."""
+        """Named tensors of the model, tied ones once, without buffers such as rotary tables."""
         persistent = self._model.state_dict().keys()
         yield from self._model.named_parameters()
         for name, buffer in self._model.named_buffers():

@@ -115,7 +115,7 @@ class SlotTensor:
         self._data: Tensor | None = None
 
     def write(self, window: Window, states: Tensor, slots: int, capacity: int) -> None:
-        """Writes the states [rows, …, columns, …] of a pass into `slots` slots of `capacity` tokens."""
+        """Writes a pass's states [rows, …, columns, …] into `slots` slots of `capacity` tokens."""
         if self._data is None:
             shape = list(states.shape)
             shape[0] = slots
@@ -169,7 +169,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes [rows, heads, tokens, head_dim] states into their slots and returns these slots."""
+        """Writes states [rows, heads, tokens, head_dim] into slots, and returns these slots."""
         cache = self._cache
         window = cache.window
         self.slot_keys.write(window, key_states, cache.slots, cache.capacity)
