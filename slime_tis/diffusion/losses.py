@@ -1,7 +1,7 @@
-"""The loss of SDE steps: FlowGRPO's clipped one or a plain policy gradient, corrected, and what it is averaged over.
+"""The corrected loss of SDE steps: FlowGRPO's clipped loss or a plain policy gradient.
 
-Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] where there is one; a loss may
-be taken of all steps at once, or step by step.
+Shapes: suffix _BT is [B, T] for B trajectories with T steps, or [B] for one step. A call may have
+all steps or one.
 """
 
 from collections.abc import Callable
@@ -23,25 +23,23 @@ closer than the customary 0.2."""
 
 @dataclass(frozen=True)
 class DiffusionLoss:
-    """The loss of some steps. Over several calls, and over ranks, the exact mean is Σ numerator / Σ denominator."""
+    """The loss of some steps. The exact mean over calls and ranks is Σ numerator / Σ denominator."""
 
     loss: Tensor
-    """0-dim: numerator / denominator, 0 where no step is accepted."""
+    """0-dim: numerator / denominator; 0 if no step is accepted."""
     numerator: Tensor
     """0-dim, with gradient: Σ of the loss over accepted steps."""
     denominator: Tensor
-    """0-dim: steps that it is averaged over, accepted ones or all, as `rejection_normalizer`
-    says."""
+    """0-dim: accepted steps or all steps, depending on `rejection_normalizer`."""
     accepted_steps: Tensor
-    """0-dim: accepted steps. accepted_steps / steps is what a mean over all steps shrinks the
-    gradient by."""
+    """0-dim: accepted steps. A mean over all steps scales the gradient by accepted_steps / steps."""
     steps: Tensor
     """0-dim: all steps."""
     sums: dict[str, Tensor]
     """Σ over accepted steps, 0-dim, without gradient: `clipped`, `kl` (log π_old − log π_θ) and
     `ratio` (π_θ/π_old)."""
     statistics: StepStatistics | None
-    """What was measured; None unless in bypass mode, where the correction is made here."""
+    """The statistics of the correction in bypass mode; else None."""
 
 
 def flow_grpo(
@@ -116,23 +114,22 @@ def diffusion_loss(  # noqa: PLR0913
                    gradient is multiplied with w_t of the same ratio where `--use-tis` is on
 
     Args:
-        config: What to correct and how; `policy_loss` is ppo (`flow_grpo`) or reinforce
-            (`policy_gradient`).
+        config: The options; `policy_loss` is ppo (`flow_grpo`) or reinforce (`policy_gradient`).
         log_probs: log π_θ, [B, T] or [B], with gradient.
         old_log_probs: log π_old, of the same shape; in bypass mode log π_rollout
             (`apply_bypass_mode`).
         advantages: Of the same shape, or [B].
         weights: Decoupled weights of these steps: `TrajectoryCorrection.folded`, or `weights` with
             the `mask`.
-        mask: The accepted steps; None where weights are folded, and a weight of 0 says rejected.
+        mask: The accepted steps; None if weights are folded, so that a weight of 0 means rejected.
         clip_range: ε of `flow_grpo`.
         timesteps: As in `correct_trajectories`, for bypass mode.
-        latent_dims: Likewise. The ratio of the loss itself stays on the scale of the log-probs.
-        global_batch: Likewise.
+        latent_dims: As in `correct_trajectories`. It does not change the ratio of the loss.
+        global_batch: As in `correct_trajectories`.
 
     Raises:
-        ValueError: if the loss is another, shapes differ (naming both), or weights are given or
-            missing where the configuration says otherwise.
+        ValueError: if the loss is unknown, shapes differ (naming both), or weights do not fit the
+            configuration: they are missing, or given in bypass mode.
     """
     if config.policy_loss not in LOSSES:
         raise ValueError(
@@ -157,7 +154,9 @@ def diffusion_loss(  # noqa: PLR0913
             latent_dims=latent_dims,
             global_batch=global_batch,
         )
-        weights, mask, statistics = acting.weights, acting.mask, acting.statistics
+        weights = acting.weights
+        mask = acting.mask
+        statistics = acting.statistics
     else:
         weights, mask = _decoupled(config, weights, mask, log_probs)
 
@@ -167,21 +166,25 @@ def diffusion_loss(  # noqa: PLR0913
     old = torch.where(mask & old_log_probs.isfinite(), old_log_probs.detach(), current.detach())
     loss_BT, clipped_BT = LOSSES[config.policy_loss](current, old, advantage, clip_range=clip_range)
     numerator = torch.where(mask, loss_BT * weights.to(loss_BT.dtype), 0.0).sum()
-    accepted, steps = mask.sum(), torch.ones_like(mask).sum()
+    accepted = mask.sum()
+    steps = torch.ones_like(mask).sum()
     log_ratio_BT = current.detach() - old
     terms = {
         "clipped": clipped_BT,
         "kl": -log_ratio_BT,
         "ratio": policy_ratio(current.detach(), old),
     }
-    denominator = accepted if config.rejection_normalizer == "kept" else steps
+    denominator = steps
+    if config.rejection_normalizer == "kept":
+        denominator = accepted
+    sums = {name: torch.where(mask, value, 0.0).sum() for name, value in terms.items()}
     return DiffusionLoss(
         loss=numerator / denominator.clamp_min(1),
         numerator=numerator,
         denominator=denominator,
         accepted_steps=accepted,
         steps=steps,
-        sums={name: torch.where(mask, value, 0.0).sum() for name, value in terms.items()},
+        sums=sums,
         statistics=statistics,
     )
 

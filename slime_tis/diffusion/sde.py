@@ -67,8 +67,10 @@ def sde_step(
         raise ValueError(
             f"noise_level is {noise_level}; give 0 for the ODE, or a positive number such as 0.7."
         )
-    velocity, sample = at_least_float32(velocity_BX), at_least_float32(sample_BX)
-    t, next_t = _as_latent(time, sample), _as_latent(next_time, sample)
+    velocity = at_least_float32(velocity_BX)
+    sample = at_least_float32(sample_BX)
+    t = _as_latent(time, sample)
+    next_t = _as_latent(next_time, sample)
     delta = next_t - t
     variance_rate = noise_level**2 * t / (1 - t.clamp(max=ceiling))
     drift = velocity + variance_rate / (2 * t) * (sample + (1 - t) * velocity)
@@ -82,10 +84,9 @@ def gaussian_log_prob(
 
         log p_d = −(x_d − μ_d)²/(2s²) − log s − ½·log 2π;   mean: 1/D·Σ_d log p_d,   sum: Σ_d log p_d
 
-    The sum is the log-density of the step. The mean, which FlowGRPO trains on, is that divided by
-    D: its ratio is the D-th root of the step's, comparable between image sizes, and close to 1
-    however far the policies are apart. The corrections take either; `latent_dims=D` brings means
-    back to the scale of the sum.
+    The sum is the log-density of the step. FlowGRPO trains on the mean, the sum divided by D. Its
+    ratio is the D-th root of the step's ratio: comparable between image sizes, and close to 1 even
+    for distant policies. The corrections take either; `latent_dims=D` converts means to sums.
 
     Source: as `sde_step`.
 
@@ -108,11 +109,13 @@ def gaussian_log_prob(
     std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
     standard = (next_sample_BX.to(mean.dtype) - mean) / std
     log_prob = (-0.5 * standard.square() - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1)
-    return log_prob.mean(1) if reduction == "mean" else log_prob.sum(1)
+    if reduction == "mean":
+        return log_prob.mean(1)
+    return log_prob.sum(1)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """As it is where it is float32 or float64, in float32 where it is less."""
+    """The tensor in float32, or unchanged if it is float32 or float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -129,7 +132,7 @@ def _as_latent(time: float | Tensor, sample_BX: Tensor) -> Tensor:
 
 
 def check_shapes(layout: tuple[str, range], **tensors: Tensor) -> None:
-    """Refuses two tensors that are not of one shape, in the layout."""
+    """Raises a ValueError unless two tensors have one shape, in the layout."""
     (name, x), (other_name, other) = tensors.items()
     words, dimensions = layout
     if x.shape != other.shape or x.dim() not in dimensions:

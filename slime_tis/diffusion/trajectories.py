@@ -1,4 +1,4 @@
-"""Correction of whole trajectories: weights and mask of every step, bypass, mergeable statistics, and warnings.
+"""Correction of trajectories: weights and mask per step, bypass, mergeable statistics, and warnings.
 
 A trajectory is a sequence whose tokens are its SDE steps. There is no padding: every step is valid
 unless a log-prob is not finite.
@@ -16,7 +16,6 @@ from slime_tis.alarm import Alarm
 from slime_tis.correction import (
     LOG_RATIO_LIMIT,
     THIS_CALL,
-    Correction,
     GlobalBatch,
     RolloutCorrectionConfig,
     Statistics,
@@ -25,19 +24,18 @@ from slime_tis.correction import (
 from slime_tis.diffusion.sde import STEPS, at_least_float32, check_shapes
 
 REJECTED_SHARE = 0.05
-"""Share of sequences rejected above which training is on a selected set."""
+"""Largest share of rejected sequences; above it, training sees a selected set."""
 LASTING = 10
-"""Steps in a row after which something is not chance."""
+"""Steps in a row after which a condition is not chance."""
 FIRST_STEPS = 50
-"""Steps of a run in which a gap is one of the set-up."""
+"""Steps at the start of a run in which a gap comes from the set-up."""
 LARGEST_LOG_PPL_GAP = 1.0
-"""Mean log-prob of a step, in nats, by which two engines that compute the same thing never
-differ."""
+"""Largest difference of a step's mean log-prob, in nats, between engines with the same set-up."""
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """The core's statistics with trajectories for sequences, and the sizes of Δ that depend on the step."""
+    """The statistics of the correction, with trajectories as sequences, and |Δ| by timestep."""
 
     core: Statistics
     """Of the correction that acts on the loss."""
@@ -54,11 +52,9 @@ class StepStatistics:
 
     def merge(self, other: "StepStatistics") -> "StepStatistics":
         """The statistics of both together: micro-batches, steps of one trajectory, or ranks."""
-        weights = (
-            None
-            if self.weights is None or other.weights is None
-            else self.weights.merge(other.weights)
-        )
+        weights = None
+        if self.weights is not None and other.weights is not None:
+            weights = self.weights.merge(other.weights)
         return StepStatistics(
             core=self.core.merge(other.core),
             weights=weights,
@@ -76,52 +72,63 @@ class StepStatistics:
         finite log-ratio.
         """
         config = self.core.config
-        found = self.core.metrics()
+        metrics = self.core.metrics()
         if self.weights is not None:
-            measured = self.weights.metrics()
-            found |= {
-                name: value
-                for name, value in measured.items()
-                if name.startswith("mis_") and name not in found
-            }
-        if "train_rollout_logprob_abs_diff" in found:
-            found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
-            found |= _sizes_of_steps(self)
+            for name, value in self.weights.metrics().items():
+                if name.startswith("mis_"):
+                    metrics.setdefault(name, value)
+        if "train_rollout_logprob_abs_diff" in metrics:
+            metrics["logprob_abs_diff_mean"] = metrics["train_rollout_logprob_abs_diff"]
+            metrics |= _differences_by_step(self)
         sequences, rejected = self.sequences.tolist()
         if config.corrects and sequences:
-            found["rejected_sequence_fraction"] = rejected / sequences
-        return {prefix_of(config) + name: value for name, value in found.items()}
+            metrics["rejected_sequence_fraction"] = rejected / sequences
+        prefix = prefix_of(config)
+        return {prefix + name: value for name, value in metrics.items()}
 
 
 def prefix_of(config: RolloutCorrectionConfig) -> str:
-    """Prefix of a correction's metrics: in bypass mode they are the actor's, which corrects in its loss."""
-    return "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
+    """Prefix of the metrics' names. In bypass mode the actor corrects in its loss and reports them."""
+    if config.use_rollout_logprobs:
+        return "actor/rollout_corr/"
+    return "rollout_corr/"
 
 
 def weight_report(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The configuration under which weights are measured that do not act: IS alone."""
-    names = ("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "nonfinite_policy")
-    return RolloutCorrectionConfig(use_tis=True, **{name: getattr(config, name) for name in names})
+    """The configuration that measures weights without applying them: only importance weights."""
+    return RolloutCorrectionConfig(
+        use_tis=True,
+        tis_mode=config.tis_mode,
+        tis_level=config.tis_level,
+        tis_lower_bound=config.tis_lower_bound,
+        tis_upper_bound=config.tis_upper_bound,
+        nonfinite_policy=config.nonfinite_policy,
+    )
 
 
-def _sizes_of_steps(statistics: StepStatistics) -> dict[str, float]:
-    """Largest |Δ|, and its mean at each timestep; timesteps that print identically count as one."""
-    sums: dict[str, list[float]] = {}
-    for timestep, *row in sorted(statistics.by_timestep.tolist()):
-        before = sums.setdefault(f"logprob_abs_diff/ts_{timestep:g}", [0.0, 0.0])
-        before[:] = map(sum, zip(before, row, strict=True))
-    means = {name: total / count for name, (total, count) in sums.items() if count}
-    return {"logprob_abs_diff_max": statistics.highest.item()} | means
+def _differences_by_step(statistics: StepStatistics) -> dict[str, float]:
+    """Largest |Δ|, and mean |Δ| per timestep; timesteps that print identically count as one."""
+    totals: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for timestep, total, count in sorted(statistics.by_timestep.tolist()):
+        name = f"logprob_abs_diff/ts_{timestep:g}"
+        totals[name] = totals.get(name, 0.0) + total
+        counts[name] = counts.get(name, 0.0) + count
+    metrics = {"logprob_abs_diff_max": statistics.highest.item()}
+    for name, total in totals.items():
+        if counts[name]:
+            metrics[name] = total / counts[name]
+    return metrics
 
 
 @dataclass(frozen=True)
 class TrajectoryCorrection:
-    """What to multiply into the loss of each step, and what was measured. Nothing carries a gradient."""
+    """Weights and mask of the steps, and statistics. No tensor carries a gradient."""
 
     weights: Tensor
-    """[B, T] or [B] float32 importance weights, 1 where IS is off or only reported."""
+    """[B, T] or [B] float32 importance weights; 1 if IS is off or only reported."""
     mask: Tensor
-    """Of the same shape, bool: True where the step is accepted."""
+    """Of the same shape, bool: True at accepted steps."""
     statistics: StepStatistics
     """To be merged over micro-batches and ranks, then read with `statistics.metrics()`."""
     global_batch: GlobalBatch
@@ -129,12 +136,12 @@ class TrajectoryCorrection:
 
     @property
     def folded(self) -> Tensor:
-        """weights × mask: one factor per step. An accepted step has a positive one, so nothing is lost by folding."""
+        """weights × mask: one factor per step. It is positive at accepted steps, so no information is lost."""
         return self.weights * self.mask
 
 
 def apply_bypass_mode(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with log π_old := log π_rollout: the forward pass that recomputes log π_old is saved.
+    """The batch with log π_old := log π_rollout, which saves the forward pass that recomputes π_old.
 
     Args:
         batch: With `rollout_log_probs`, [B, T] or [B].
@@ -164,69 +171,75 @@ def correct_trajectories(
     latent_dims: int = 1,
     global_batch: GlobalBatch = THIS_CALL,
 ) -> TrajectoryCorrection:
-    """Weights and mask of every step of a batch of trajectories, with all levels, modes and criteria of the core.
+    """Weights and mask of the steps of a batch of trajectories, with all levels, modes and criteria.
 
-        Δ_t = D·(log π_train − log π_rollout)(t);   weights and mask as `slime_tis.correct` makes them of Δ
+        Δ_t = D·(log π_train − log π_rollout)(t);   weights and mask as from `slime_tis.correct`
 
-    Decoupled, π_train is π_old, and this is called once per global batch: levels, batch
-    normalisation and trimming are the whole batch's. In bypass mode the loss calls it, with π_θ;
-    under a clipped loss, whose ratio is the importance weight, the weights are then only measured,
-    as `--tis-level`, `--tis-mode` and the bounds say.
+    Decoupled, π_train is π_old, and this is called once per global batch. Levels, batch
+    normalisation and trimming then use the complete batch. In bypass mode the loss calls this
+    function with π_θ. A clipped loss has a ratio that already is the importance weight. Its weights
+    are only measured, with `--tis-level`, `--tis-mode` and the bounds.
 
     Args:
-        config: What to correct and how.
-        train_log_probs: log π_train, [B, T], or [B] for a single step; every level is then the
-            token's.
+        config: The options.
+        train_log_probs: log π_train, [B, T], or [B] for a single step; then all levels are the same.
         rollout_log_probs: log π_rollout, of the same shape.
-        timesteps: Of the steps, as the scheduler counts them: of the same shape, or [T] or 0-dim
-            where all trajectories share theirs. Adds the mismatch by timestep to what is measured,
-            and a synchronisation with the host, which is what finding the different ones takes.
-        latent_dims: D, where the log-probs are means over D latent dimensions and bounds are to be
-            on the ratio of the sum; 1 takes them as they are.
-        global_batch: As in `slime_tis.correct`: what is known of it where micro-batches are
-            corrected one by one, and the data-parallel ranks that share it.
+        timesteps: The scheduler's timesteps, of the same shape, or [T] or 0-dim if all trajectories
+            share them. They add the mismatch by timestep to the metrics, and one host
+            synchronisation, which finds the distinct timesteps.
+        latent_dims: D, if the log-probs are means over D latent dimensions and the bounds apply to
+            the ratio of the sum; 1 uses the log-probs unchanged.
+        global_batch: As in `slime_tis.correct`: statistics of the global batch if this is one of
+            its micro-batches, and the data-parallel ranks that share it.
 
     Raises:
         ValueError: if the shapes differ or are neither [B, T] nor [B], naming both.
     """
     check_shapes(STEPS, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     shape = train_log_probs.shape
-    train, rollout = (
-        at_least_float32(x.detach()).view(*shape, *[1] * (2 - x.dim())) * latent_dims
-        for x in (train_log_probs, rollout_log_probs)
-    )
+    trajectories = shape
+    if len(shape) == 1:
+        trajectories = torch.Size((shape[0], 1))  # `correct` takes [B, T]
+    train = at_least_float32(train_log_probs.detach()).view(trajectories) * latent_dims
+    rollout = at_least_float32(rollout_log_probs.detach()).view(trajectories) * latent_dims
     every_step = torch.ones_like(train, dtype=torch.bool)
     acting = correct(
         config, train, rollout, every_step, global_batch=global_batch, are_densities=True
     )
-    reported: Correction[Tensor] | None = None
-    if config.use_rollout_logprobs and not config.use_tis:  # the ratio of the loss is the weight
+    reported_statistics = None
+    if config.use_rollout_logprobs and not config.use_tis:
+        # the loss's ratio is the weight, so weights are only reported
         reported = correct(weight_report(config), train, rollout, every_step, are_densities=True)
+        reported_statistics = reported.statistics
     difference = (train - rollout).abs().to(torch.float64)
     finite = difference < LOG_RATIO_LIMIT
     size = torch.where(finite, difference, 0.0)
     by_timestep = size.new_zeros(0, 3)
     if timesteps is not None:
-        distinct, index = (
-            _as_steps(timesteps, shape).to(torch.float64).flatten().unique(return_inverse=True)
-        )
+        timestep_N = _as_steps(timesteps, shape).to(torch.float64).flatten()
+        distinct, index = timestep_N.unique(return_inverse=True)
         columns = torch.stack([size.flatten(), finite.to(torch.float64).flatten()], 1)
         sums = columns.new_zeros(len(distinct), 2).index_add_(0, index, columns)
         by_timestep = torch.cat([distinct[:, None], sums], 1)
     lost = acting.accepted_per_sequence < acting.masked_in_per_sequence
     statistics = StepStatistics(
         core=acting.statistics,
-        weights=None if reported is None else reported.statistics,
+        weights=reported_statistics,
         sequences=torch.stack([torch.ones_like(lost), lost]).sum(1, dtype=torch.float64),
         highest=torch.cat([size.flatten(), size.new_zeros(1)]).amax(),
         by_timestep=by_timestep,
     )
-    weights, mask = acting.weights.view(shape), acting.mask.view(shape)
-    return TrajectoryCorrection(weights, mask, statistics, acting.global_batch)
+    return TrajectoryCorrection(
+        weights=acting.weights.view(shape),
+        mask=acting.mask.view(shape),
+        statistics=statistics,
+        global_batch=acting.global_batch,
+    )
 
 
 def _as_steps(timesteps: Tensor, shape: torch.Size) -> Tensor:
-    shared = timesteps.shape == shape[1:]  # [T] where there are T of them, 0-dim where there is one
+    """The timesteps of all steps, in this shape."""
+    shared = timesteps.shape == shape[1:]  # [T], or 0-dim for a single step
     if timesteps.shape != shape and not shared:
         raise ValueError(
             f"timesteps has shape {tuple(timesteps.shape)}, train_log_probs {tuple(shape)}; pass"
