@@ -130,6 +130,7 @@ class FakeSGLang:
         self._loop = loop
         self._server = None
         self._open = set()
+        self._dead = False
         self._handlers = set()
         self.port = 0
         self._do(self._listen())
@@ -163,10 +164,12 @@ class FakeSGLang:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _listen(self):
+        self._dead = False
         self._server = await asyncio.start_server(self._connected, self.address, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _die(self):
+        self._dead = True
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -180,6 +183,10 @@ class FakeSGLang:
         self.at_once = 0
 
     async def _connected(self, reader, writer):
+        # The system may have accepted the connection before the server died.
+        if self._dead:
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
