@@ -95,8 +95,8 @@ def compute_mis_weights_with_cp(  # noqa: PLR0913
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """The correction in slime's custom TIS contract, on this rank's slices.
 
-    One all-reduce over the context-parallel group adds the sequences' sums. At the levels prefix and
-    segment, it gathers the tokens instead. `template.py` describes the arguments of slime's
+    One all-reduce over the context-parallel group adds the sequences' sums. At the levels prefix
+    and segment, it gathers the tokens instead. `template.py` describes the arguments of slime's
     contract.
 
     Args beyond slime's contract:

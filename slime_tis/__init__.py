@@ -1,4 +1,4 @@
-"""Measures and corrects the mismatch between rollout and training log-probs in RL for language models."""
+"""Measures and corrects the mismatch of rollout and training log-probs in RL for LLMs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name on its first use (PEP 562), so that the command line starts without torch."""
+    """Imports a public name on first use (PEP 562): the command line starts without torch."""
     if name in ("correction", "functional"):
         return importlib.import_module(f"slime_tis.{name}")
     if name not in __all__:

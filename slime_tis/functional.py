@@ -33,7 +33,7 @@ def correct(
     current_log_probs: Tensor | None = None,
     advantages: Tensor | None = None,
 ) -> WeightsAndMask:
-    """Importance weights and mask; see `slime_tis.correct` for the arguments, here tensors [..., T].
+    """Importance weights and mask; arguments as in `slime_tis.correct`, here tensors [..., T].
 
     Computes in float32, or in float64 if log-probs are float64. `tis_batch_normalize` divides by
     the mean weight of this call. Meta tensors give meta tensors.

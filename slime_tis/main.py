@@ -1,7 +1,7 @@
 """The command `slime-tis`, and what `python train.py` calls.
 
     slime-tis train --hf-checkpoint DIR …    trains, as `python train.py …` in a checkout
-    slime-tis demo                           trains a tiny model for a minute and reports its mismatch
+    slime-tis demo                           trains a tiny model, and reports its mismatch
     slime-tis port run.sh                    prints a launch script of slime in this program's flags
     slime-tis plan --world-size N [FLAGS]    prints the memory per rank of a layout, without a GPU
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens

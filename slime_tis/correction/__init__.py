@@ -1,4 +1,4 @@
-"""Rollout correction: from the log-probs of two policies to weights, masks and mergeable statistics."""
+"""Rollout correction: log-probs of two policies become weights, masks and mergeable statistics."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

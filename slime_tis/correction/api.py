@@ -340,7 +340,7 @@ def _squares(tokens: list[TokenPass], device: torch.device) -> Tensor:
 def _sequence_sums(
     config: RolloutCorrectionConfig, tokens: list[TokenPass], device: torch.device, ranks: Ranks
 ) -> SequenceSums[Tensor]:
-    """The sums over complete sequences, [S], from the passes over all chunks and the ranks' slices."""
+    """Sums over complete sequences, [S], from the passes over all chunks and ranks' slices."""
     columns = sequence_columns(config)
     # a rank without a sequence reduces a table with the same columns as the others
     no_sequence = torch.zeros(0, number_of_columns(columns), dtype=torch.float64, device=device)
@@ -355,7 +355,7 @@ def _sequence_sums(
 def _policy_inputs(
     config: RolloutCorrectionConfig, **inputs: LogProbs | None
 ) -> dict[str, LogProbs]:
-    """The inputs that a divergence mask, or bounds by the sign of the advantage, can use; without None.
+    """The inputs of a divergence mask or of bounds by the advantage's sign, without None.
 
     Raises:
         ValueError: the mask or the bounds depend on the advantages, which are missing.
@@ -470,7 +470,7 @@ def off_policy_sequence_mask(
     lengths: Sequence[int] | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> LayoutT:
-    """accept_t = not (A_t < 0 and mean_s(log π_old − log π_θ) > δ), with s over the sequence's tokens.
+    """accept_t = not (A_t < 0 and mean_s(log π_old − log π_θ) > δ), s over the sequence's tokens.
 
     A token's own advantage decides. If a rejected sequence has advantages of both signs, its tokens
     with A_t ≥ 0 are trained. Masked tokens do not count in the mean.
@@ -514,7 +514,8 @@ def off_policy_sequence_mask(
     if _shapes(advantages) != _shapes(correction.mask):
         raise ValueError(
             f"advantages has shape {_shapes(advantages)} for {len(correction.lengths)} sequences"
-            f" and a mask of shape {_shapes(correction.mask)}; pass one per token or one per sequence."
+            f" and a mask of shape {_shapes(correction.mask)}; pass one per token or one per"
+            " sequence."
         )
     advantage_N = _flat(advantages)
     mask_N = _flat(inputs[2])
@@ -533,7 +534,8 @@ def interpolate_old_log_probs(
     α = clamp((v_θ − 1 − v)/(v_θ − v), 0, 1). v is the version of the weights that sampled the
     token, and v_θ is the current version. The old policy is taken to be version v_θ − 1, one step
     before the end of a straight line from v to v_θ. Tokens of the versions v_θ and v_θ − 1 have
-    α = 0, so their old policy is the policy that sampled them. The same holds if v is unknown (< 0).
+    α = 0, so their old policy is the policy that sampled them. The same holds if v is unknown (<
+    0).
 
     Source: AReaL, "Proximal Log-Probability Approximation"
     (https://inclusionai.github.io/AReaL/algorithms/prox_approx.html), the method `loglinear`.

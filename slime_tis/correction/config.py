@@ -1,4 +1,4 @@
-"""Options of the rollout correction: one frozen dataclass, checked when it is made, and its presets."""
+"""Options of the rollout correction: a frozen dataclass that checks itself, and its presets."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -355,7 +355,7 @@ class RolloutCorrectionConfig:
 
     @property
     def adaptive(self) -> bool:
-        """Whether `rs_level` rejects by the length of a sequence and the noise of the global batch."""
+        """Whether `rs_level` rejects by the sequence's length and the global batch's noise."""
         return self.rs_z_score is not None or self.rs_target_fraction is not None
 
     @property
@@ -376,7 +376,7 @@ class RolloutCorrectionConfig:
 
     @property
     def needs_advantages(self) -> bool:
-        """Whether the divergence mask or the bounds of the weights depend on the advantage's sign."""
+        """Whether the divergence mask or the weights' bounds depend on the advantage's sign."""
         return self.signs_bounds or (
             self.divergence_mask is not None and self.divergence_mask_direction == "away"
         )

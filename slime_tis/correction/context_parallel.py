@@ -96,7 +96,7 @@ class ResponseSlices:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each response starts in the flat complete responses, and where the last one ends."""
+        """Starts of the responses in the flat complete responses, and the end of the last one."""
         return tuple(accumulate(self.lengths, initial=0))
 
     @cached_property
@@ -127,7 +127,7 @@ class ResponseSlices:
         return values_N.index_select(0, positions_L)
 
     def scatter(self, values_L: Tensor) -> Tensor:
-        """This rank's tokens [L, …] at their positions in flat complete responses [N, …], else 0."""
+        """This rank's tokens [L, …] at their places in flat complete responses [N, …], else 0."""
         positions_L = self.positions_L.to(values_L.device, non_blocking=True)
         zeros_N = values_L.new_zeros(self.starts[-1], *values_L.shape[1:])
         return zeros_N.index_copy(0, positions_L, values_L)
@@ -166,8 +166,8 @@ class Ranks:
     """Reduces over the context-parallel ranks, which hold slices of the same sequences; None if
     sequences are not sliced."""
     data: AllReduce | None = None
-    """Reduces over the data-parallel ranks, which hold different sequences; None if one rank has all
-    sequences."""
+    """Reduces over the data-parallel ranks, which hold different sequences; None if one rank has
+    all sequences."""
     data_and_context: AllReduce | None = None
     """Reduces over both in one collective; None to reduce over `context` and then over `data`."""
     slices: ResponseSlices | None = None

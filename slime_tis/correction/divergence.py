@@ -36,7 +36,7 @@ def binary_tv(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Returns KL(q ‖ p) = q·log(q/p) + (1 − q)·log((1 − q)/(1 − p)) in nats, float64, at least 0."""
+    """Returns KL(q ‖ p) = q·log(q/p) + (1 − q)·log((1 − q)/(1 − p)), nats, float64, at least 0."""
     log_p = log_p.double()
     log_q = log_q.double()
     rest_p = log_complement(log_p)

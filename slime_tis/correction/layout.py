@@ -1,4 +1,4 @@
-"""Lists of sequences, padded [B, T] batches and packed tokens: checked, read as blocks, and written back.
+"""Lists, padded [B, T] batches and packed tokens: checked, read as blocks, and written back.
 
 A block has rows of K tokens, and one sequence owns each row. Tokens of other sequences in a row are
 masked. A row that two sequences share is taken once for each. Rows are summed in the working
@@ -25,8 +25,8 @@ NARROWEST_DIVISOR = 64
 ROW_WIDTHS = (128, 64, 32, 16)
 """Row widths for sequences of different lengths, in tokens."""
 TOKENS_PER_ROW_WIDTH = 8
-"""Smallest ratio of the average sequence to the row width, if lengths differ. Each sequence adds one
-boundary row, so this limits the additional tokens to 1/8."""
+"""Smallest ratio of the average sequence to the row width, if lengths differ. Each sequence adds
+one boundary row, so this limits the additional tokens to 1/8."""
 LONGEST_SEQUENCE = 1 << 32
 """Above the length of any sequence: sequence · LONGEST_SEQUENCE + position orders all tokens."""
 CPU_CHUNK_TOKENS = 1 << 18
@@ -55,8 +55,8 @@ class Chunk:
     advantage_RK: Tensor | None
     """Advantages, if an option needs them."""
     sequence_R: Tensor
-    """Index in the chunk of the sequence that owns the row. The rows of a sequence are in order, but
-    not next to each other."""
+    """Index in the chunk of the sequence that owns the row. The rows of a sequence are in order,
+    but not next to each other."""
     offset_R: Tensor
     """Position of the row's first token in the owner, below 0 if another sequence's tokens come
     first."""
@@ -123,7 +123,7 @@ class Rows:
         """As `Chunk.offset_R`."""
 
     def to_blocks(self, flat_N: Tensor) -> Tensor:
-        """Tokens of the chunk as blocks [R, K]: full rows, then boundary rows; a view if aligned."""
+        """The chunk's tokens as blocks [R, K]: full rows, then boundary rows; a view if aligned."""
         gap = self.padded_len - flat_N.numel()
         if gap > 0:
             flat_N = torch.cat([flat_N, flat_N.new_zeros(gap)])
@@ -221,7 +221,7 @@ class Layout:
         return len(self._rows)
 
     def chunk(self, number: int, *, are_densities: bool = False) -> Chunk:
-        """A chunk of complete sequences, in new memory or as views; `are_densities` as in `Chunk`."""
+        """A chunk of complete sequences, copied or as views; `are_densities` as in `Chunk`."""
         rows = self._rows[number]
         first, last = self._spans[number]
         blocks = {}
@@ -302,8 +302,9 @@ class Layout:
 def row_width(lengths: Sequence[int]) -> int:
     """K for sequences of these lengths.
 
-    If all have one length, K divides it, so no two sequences share a row. It is the length itself or
-    at least `NARROWEST_DIVISOR`. Otherwise, and without such a divisor, K is one of `ROW_WIDTHS`.
+    If all have one length, K divides it, so no two sequences share a row. It is the length itself
+    or at least `NARROWEST_DIVISOR`. Otherwise, and without such a divisor, K is one of
+    `ROW_WIDTHS`.
     """
     if not lengths:
         return ROW_WIDTHS[-1]
@@ -322,7 +323,7 @@ def row_width(lengths: Sequence[int]) -> int:
 
 
 def _spans(lengths: Sequence[int], largest: int) -> list[tuple[int, int]]:
-    """Consecutive [first, last) of sequences, each with at most `largest` tokens or one sequence."""
+    """Ranges [first, last) of sequences, of at most `largest` tokens or one sequence."""
     spans = []
     first = 0
     tokens = 0

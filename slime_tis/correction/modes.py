@@ -67,8 +67,8 @@ class LevelRule:
     """How log-ratios become a log-weight."""
 
     aggregation: str
-    """token, prefix or segment for a value per token (`ratio.TOKEN_LEVELS`), sum or mean for a value
-    per sequence."""
+    """token, prefix or segment for a value per token (`ratio.TOKEN_LEVELS`), sum or mean for a
+    value per sequence."""
     per_token: bool
     """Whether weights and verdicts differ from token to token."""
     needs_complete_sequences: bool = False
@@ -101,8 +101,8 @@ CRITERIA = {
     "seq_max_k3": ("max", "k3"),
     "seq_mean_error": ("mean", "error"),
 }
-"""Aggregation and divergence (`rejection.DIVERGENCES`) of verl's criteria and of NeMo-RL's error, by
-name."""
+"""Aggregation and divergence (`rejection.DIVERGENCES`) of verl's criteria and of NeMo-RL's error,
+by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,8 @@ class Criterion:
     adaptive: bool = False
     """Whether `AdaptiveBounds` provides the bounds, instead of `lower` and `upper`."""
     anchor: str | None = None
-    """The policy with which a divergence mask compares the current one, "rollout" or "old"; None for
-    other criteria."""
+    """The policy with which a divergence mask compares the current one, "rollout" or "old"; None
+    for other criteria."""
     bound_negative: float | None = None
     """Bound at negative advantages, for a divergence mask with direction away."""
 
@@ -152,7 +152,7 @@ class Criterion:
 
     @property
     def sums_divergence(self) -> bool:
-        """Whether the divergence is summed over a sequence; otherwise tokens out of bounds are counted."""
+        """Whether a sequence's divergence is summed; otherwise tokens out of bounds are counted."""
         return self.averages and self.divergence != "k1"
 
 

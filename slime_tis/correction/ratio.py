@@ -28,8 +28,8 @@ by less than this."""
 
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 LARGEST_ROW_SUM = 1e30
-"""Row sums of log-probs are clamped to this. Log-densities of −3e38 in both policies have a ratio of
-1, but their sum would overflow."""
+"""Row sums of log-probs are clamped to this. Log-densities of −3e38 in both policies have a ratio
+of 1, but their sum would overflow."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Tokens:
     valid_RK: Tensor
     """1.0 at usable tokens of the loss mask, which are all its tokens under the neutral policy."""
     nonfinite_RK: Tensor | None
-    """1.0 at tokens of the loss mask with a non-finite log-ratio; None if that is simply masked_in −
-    valid."""
+    """1.0 at tokens of the loss mask with a non-finite log-ratio; None if that is simply masked_in
+    − valid."""
     valid_R: Tensor
     """Number of valid tokens of the row."""
     train_R: Tensor
@@ -98,12 +98,12 @@ def sequence_log_weights(aggregation: str, log_ratio_sum_S: Tensor, valid_S: Ten
 
 
 def is_log_prob(log_probs: Tensor) -> Tensor:
-    """Whether values can be log-probs (bool): finite, and not an engine's code for minus infinity."""
+    """Whether values can be log-probs (bool): finite, and no engine's code for minus infinity."""
     return log_probs.abs() < LOG_PROB_LIMIT
 
 
 def within_bound(log_probs: Tensor, other: Tensor) -> Tensor:
-    """Log-probs that differ from `other` by at most 20 nats; `other` itself if one of both is unusable.
+    """Log-probs within 20 nats of `other`; `other` itself if one of both is unusable.
 
     For losses of other libraries, which take exp of the difference without a bound.
     """
@@ -134,7 +134,7 @@ def safe_expm1(log_ratio: Tensor) -> Tensor:
 def indicator(
     compare: Callable[..., Tensor], x: Tensor, bound: Bound, out: Tensor | None = None
 ) -> Tensor:
-    """1.0 where `compare(x, bound)` holds, else 0.0, in the dtype of x; written to `out` if given."""
+    """1.0 if `compare(x, bound)` holds, else 0.0, in the dtype of x; written to `out` if given."""
     # A comparison into floats vectorises on a CPU; a comparison into bools, and their sum, do not.
     if not isinstance(bound, Tensor):
         bound = in_float32(bound)
@@ -204,7 +204,7 @@ TOKEN_LEVELS: dict[str, Callable[[Tokens, Chunk], Tensor]] = {
 
 
 def _raise_nonfinite(chunk: Chunk, nonfinite_RK: Tensor) -> None:
-    """Raises a ValueError that names the first non-finite token; this synchronises with the host."""
+    """Raises a ValueError that names the first non-finite token; synchronises with the host."""
     if not nonfinite_RK.any():
         return
     rows, columns = nonfinite_RK.nonzero().unbind(1)

@@ -1,4 +1,4 @@
-"""All mathematics of docs/math.md on one page: padded [B, T], out of place, in the dtype of the input.
+"""The mathematics of docs/math.md on one page: padded [B, T], out of place, in the input's dtype.
 
 `reference_correct` computes the same as `slime_tis.correct`, but is written to be read. They share
 only the configuration, and tests compare them over every combination of options. Train with
@@ -188,7 +188,7 @@ def correction_steps(
 
 
 def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Tensor) -> Tensor:
-    """Aggregates over the token, the tokens up to it, the turn, or the sequence; the result per token."""
+    """Aggregates over the token, the prefix, the turn, or the sequence; one result per token."""
     x_BT = torch.where(valid_BT, x_BT, 0.0)
     if aggregation == "token":
         return x_BT
@@ -217,7 +217,7 @@ def sequence_sum(x_BT: Tensor, valid_BT: Tensor) -> Tensor:
 
 
 def bounds_by_sign(config: RolloutCorrectionConfig, weights: Tensor, advantages: Tensor) -> Bounds:
-    """The bounds of the weights by the sign of the advantages, which broadcast against the weights."""
+    """Bounds of the weights by the sign of the advantages, which broadcast against the weights."""
     is_negative = advantages < 0
     bounds = []
     for bound, negative in zip(config.is_bounds, config.is_bounds_negative, strict=True):
@@ -230,7 +230,7 @@ def bounds_by_sign(config: RolloutCorrectionConfig, weights: Tensor, advantages:
 def bounds_of_weights(
     config: RolloutCorrectionConfig, weights: Tensor, advantages: Tensor, valid: Tensor
 ) -> Bounds:
-    """Bounds by the token's advantage, or by the sum over the sequence for sequence-wide weights."""
+    """Bounds by the token's advantage, or by the sequence's sum for sequence-wide weights."""
     if not config.has_token_weights:
         advantages = sequence_sum(advantages, valid)
     return bounds_by_sign(config, weights, advantages)
@@ -248,7 +248,7 @@ def bounded(
 
 
 def counted_weights(config: RolloutCorrectionConfig, valid_BT: Tensor) -> Tensor:
-    """The tokens whose weights count: all valid ones, or one per sequence for sequence-wide weights."""
+    """Tokens whose weights count: all valid ones, or one per sequence for sequence-wide weights."""
     if config.has_token_weights:
         return valid_BT
     return valid_BT & (valid_BT.cumsum(-1) == 1)
@@ -307,7 +307,7 @@ def rejected_by_divergence(
     advantages_BT: Tensor,
     valid_BT: Tensor,
 ) -> Tensor:
-    """Valid tokens that the divergence mask rejects: by |π − μ|, KL(μ ‖ π), or the larger of both KLs.
+    """Valid tokens that the divergence mask rejects, by |π − μ|, KL(μ ‖ π), or the larger KL.
 
     The token is a coin with probabilities π = exp(current) and μ = exp(anchor); 1 − π and 1 − μ are
     at least 2⁻²⁵.
@@ -489,7 +489,7 @@ def weight_metrics(config: RolloutCorrectionConfig, x: Steps) -> dict[str, float
 def bound_metrics(
     config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor
 ) -> dict[str, float]:
-    """k3, the largest accepted z-score, and the bounds on the ratio of a sequence of median length."""
+    """k3, the largest accepted z-score, and the ratio's bounds for a sequence of median length."""
     k3, z_score, n = adaptive_bounds(config, delta_BT, valid_BT)
     half = z_score * math.sqrt(2 * k3.item() / n) + 5e-5
     scale = 1

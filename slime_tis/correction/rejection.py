@@ -26,8 +26,8 @@ from slime_tis.correction.ratio import (
 from slime_tis.correction.sums import SequenceSums
 
 K3_RANGE = 1.0
-"""k3 is measured with Δ clamped to ±1 (ratios of 1/e to e), which covers healthy tokens even in fp8.
-Outliers must not widen the bounds that should reject them: a token of +20 nats would raise the
+"""k3 is measured with Δ clamped to ±1 (ratios of 1/e to e), which covers healthy tokens even in
+fp8. Outliers must not widen the bounds that should reject them: a token of +20 nats would raise the
 plain mean by e^20/N, with the clamp by 0.7/N."""
 LOG_PROB_TOLERANCE = 5e-5
 """A mean log-ratio up to this, in nats per token, never rejects. Float32 log-probs of large
@@ -36,11 +36,11 @@ tokens that would be many standard deviations, because the deviation is nearly 0
 SMALLEST_K3 = 1e-12
 """Smallest k3 as a divisor, for engines that agree exactly; the tolerance above makes their z 0."""
 LARGEST_Z_SCORE = 1e18
-"""Largest z-score bound. No sequence reaches it, not even with 1e6 nats per token and a k3 of 1e-12;
-larger bounds would overflow sums."""
+"""Largest z-score bound. No sequence reaches it, not even with 1e6 nats per token and a k3 of
+1e-12; larger bounds would overflow sums."""
 SCORE_TOLERANCE = 1e-5
-"""Scores with a relative difference up to this are equal: another cut into micro-batches rounds sums
-differently."""
+"""Scores with a relative difference up to this are equal: another cut into micro-batches rounds
+sums differently."""
 DIGIT_BITS = 9
 """Bits of the result that one round of the search finds: seven rounds for the 63 of a float64
 without sign."""
@@ -97,7 +97,7 @@ def divergence_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> 
 
 
 def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
-    """What a criterion bounds per token: L_t at the criterion's level for k1, else the divergence."""
+    """The bounded value per token: L_t at the criterion's level for k1, else the divergence."""
     if criterion.anchor is not None:
         return divergence_statistic(criterion, tokens, chunk)
     if criterion.divergence == "k1" and criterion.per_token:
@@ -106,7 +106,7 @@ def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tenso
 
 
 def accepted(criterion: Criterion, statistic: Tensor) -> Tensor:
-    """1.0 where a statistic of any shape is within the bounds of the criterion, log-bounds for k1."""
+    """1.0 if a statistic is within the criterion's bounds (log-bounds for k1), else 0.0."""
     if criterion.lower is None:
         return indicator(torch.le, statistic, criterion.upper)
     log_lower, log_upper = criterion.log_bounds
@@ -154,7 +154,7 @@ def sequence_accepted(
 
 @dataclass(frozen=True)
 class AdaptiveBounds:
-    """Rejection bounds of the sequences of one global batch; float64 scalars, the same on all ranks.
+    """Rejection bounds for the sequences of a global batch; float64 scalars, equal on all ranks.
 
     They adapt to the length of a sequence and the noise of the batch. Under π_rollout, Δ_t has mean
     −KL_t and variance about 2·KL_t. Σ_t (Δ_t + KL_t) is a martingale, so variances add up. With k3
@@ -163,8 +163,9 @@ class AdaptiveBounds:
         Σ_t Δ_t ≈ −k3·n ± √(2·k3·n),        mean_t Δ_t ≈ −k3 ± √(2·k3/n)
 
     and the bound is on its number of standard deviations, z = |Σ_t Δ_t + k3·n| / √(2·k3·n). A fixed
-    bound cannot do that: if it is wide at 3,000 tokens, it is narrow at 12. Sum (sequence level) and
-    mean (geometric level) have the same z. studies/rejection_bounds/README.md has the simulation.
+    bound cannot do that: if it is wide at 3,000 tokens, it is narrow at 12. Sum (sequence level)
+    and mean (geometric level) have the same z. studies/rejection_bounds/README.md has the
+    simulation.
     """
 
     k3: Tensor
@@ -247,7 +248,7 @@ def clamped_k3_of(log_ratio: Tensor) -> Tensor:
 
 
 def _z_scores(n_S: Tensor, log_ratio_S: Tensor, k3: Tensor) -> Tensor:
-    """z = max(|Σ_t Δ_t + k3·n| − tolerance·n, 0) / √(2·k3·n) per sequence; 0 without valid tokens."""
+    """z = max(|Σ_t Δ_t + k3·n| − tolerance·n, 0)/√(2·k3·n) per sequence; 0 without valid tokens."""
     beyond_S = (log_ratio_S + k3 * n_S).abs() - LOG_PROB_TOLERANCE * n_S
     deviation_S = (2 * k3.clamp_min(SMALLEST_K3) * n_S.clamp_min(1)).sqrt()
     return beyond_S.clamp_min(0) / deviation_S
@@ -261,9 +262,9 @@ def _where_positive(x_S: Tensor, values_S: Tensor) -> Tensor:
 def second_moment_limit(squares_N: Tensor, bound: float, ranks: Ranks = ONE_RANK) -> Tensor:
     """The smallest Δ² to drop, +inf if there is none.
 
-    limit = min {v : mean(Δ² ≤ v) > bound}. With Δ² in ascending order, the mean of the first m values
-    grows with m. The first value that raises it above the bound is dropped, and all larger values.
-    Ties are dropped as well, so the order of tokens does not matter.
+    limit = min {v : mean(Δ² ≤ v) > bound}. With Δ² in ascending order, the mean of the first m
+    values grows with m. The first value that raises it above the bound is dropped, and all larger
+    values. Ties are dropped as well, so the order of tokens does not matter.
 
     Source: "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?"
     (https://arxiv.org/abs/2510.01161), section 4.
@@ -313,8 +314,8 @@ def largest_value(
     """The largest v for which the values below v satisfy `holds(count, total)`; +inf if all do.
 
     Non-negative floats are ordered like their bits, so v is found from its highest bits down,
-    `DIGIT_BITS` per round. Each round tries all 512 values of the next bits. For each candidate, the
-    ranks sum the number and the terms of smaller values.
+    `DIGIT_BITS` per round. Each round tries all 512 values of the next bits. For each candidate,
+    the ranks sum the number and the terms of smaller values.
 
     Args:
         ordered_N: This rank's values, float64, not negative, ascending.

@@ -38,7 +38,8 @@ class Statistics:
 
     To merge micro-batches and ranks, sums are added, and extremes are merged by min and max. Ratios
     of sequences are summed relative to the batch's maximum, so merging first converts both sums to
-    the common maximum. Columns depend only on the options, so a rank without a sequence merges, too.
+    the common maximum. Columns depend only on the options, so a rank without a sequence merges,
+    too.
     """
 
     config: RolloutCorrectionConfig
@@ -89,7 +90,8 @@ class Statistics:
     def all_reduce(self, ranks: Ranks) -> "Statistics":
         """The statistics of all ranks, as new tensors.
 
-        Sums are added only over data-parallel ranks, because context-parallel ranks have equal sums.
+        Sums are added only over data-parallel ranks, because context-parallel ranks have equal
+        sums.
         """
         maxs = ranks.all_reduce(self.maxs.clone(), "max")
         return replace(
@@ -100,7 +102,7 @@ class Statistics:
         )
 
     def _sums_relative_to(self, maxs: Tensor) -> Tensor:
-        """A copy of the sums, with ratios of sequences relative to the maximum of a larger batch."""
+        """A copy of the sums, with sequence ratios relative to a larger batch's maximum."""
         sums = self.sums.clone()
         columns: BatchSums[Tensor] = named(batch_columns(self.config), sums.unbind())
         own = named(EXTREMES, self.maxs.unbind()).sequence_log_ratio
@@ -112,7 +114,7 @@ class Statistics:
         return sums
 
     def batch_norm_factor(self, ranks: Ranks = ONE_RANK) -> Tensor:
-        """Mean of the bounded weights over valid tokens, or over sequences for sequence-wide weights.
+        """Mean bounded weight over valid tokens, or over sequences for sequence-wide weights.
 
         Args:
             ranks: The ranks that share the batch, if these are the statistics of a single rank.
@@ -131,7 +133,7 @@ class Statistics:
         return usable_mean(total / count)  # 0/0 without a token is NaN, which gives 1
 
     def metrics(self) -> dict[str, float]:
-        """All metrics of the configuration by their names in the log, with one host synchronisation.
+        """All metrics of the configuration by name in the log, with one host synchronisation.
 
         Returns:
             Name to value; empty without a token in the loss mask. Values are never NaN or infinite.
@@ -170,7 +172,7 @@ class Statistics:
 def _mismatch_metrics(
     sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]
 ) -> dict[str, float]:
-    """Divergences over valid tokens and sequences; perplexities of sequences with a finite token."""
+    """Divergences over valid tokens and sequences; perplexities of sequences with finite tokens."""
     tokens = sums.tokens
     k3 = max(sums.ratio_minus_1 - sums.log_ratio, 0.0)  # negative only by rounding
     # (Σw)²/(n·Σw²), with w relative to the largest: the scale cancels
@@ -200,7 +202,7 @@ def _weight_metrics(
     mins: Extremes[float],
     maxs: Extremes[float],
 ) -> dict[str, float]:
-    """Weights: mean and extremes before the mode; mean, extremes, deviation, sample size after it."""
+    """Weights: mean and extremes before the mode; also deviation and sample size after it."""
     assert weights.before is not None and weights.before_minus_1 is not None
     mean = weights.total / count
     normalizer = 1.0
@@ -257,7 +259,7 @@ def _mean_weight_metrics(
 
 
 def _rejection_metrics(sums: BatchSums[float]) -> dict[str, float]:
-    """Shares of rejected tokens, and of sequences with a rejected token, per criterion and in all."""
+    """Shares of rejected tokens and of sequences with one, per criterion and in all."""
     metrics = {}
     for name, counts in sums.rejected.items():
         prefix = "mis_rs_"
@@ -295,7 +297,8 @@ def _deviation(weights: WeightSums[float], count: float, spread: float) -> float
 
     Σw and Σw² have the same variance as Σ(w − 1) and Σ(w − 1)². The rounding error grows with the
     larger term, and Σw² < Σ(w − 1)² if the mean is below 1/2. The sums may have float32's accuracy.
-    A deviation is at most half the spread (Popoviciu's inequality), so equal weights give exactly 0.
+    A deviation is at most half the spread (Popoviciu's inequality), so equal weights give exactly
+    0.
     """
     mean = weights.total / count
     mean_square = weights.total_squared / count

@@ -1,4 +1,4 @@
-"""Named sums per sequence and per batch; their fields are the columns of the tables that ranks reduce.
+"""Named sums per sequence and per batch; their fields are columns of tables that ranks reduce.
 
 Only the configuration decides which optional parts exist, so a rank without a sequence has the same
 columns as the others. `stacked` converts fields to columns, `named` converts columns to fields.
@@ -47,7 +47,7 @@ class WeightSums(Generic[V]):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSums(Generic[V]):
-    """Σ over the tokens of a sequence; in `Correction`, [S] float64 tensors of complete sequences."""
+    """Σ over a sequence's tokens; in `Correction`, [S] float64 tensors of complete sequences."""
 
     masked_in: V
     """Tokens of the loss mask."""
@@ -190,7 +190,7 @@ def number_of_columns(like: object) -> int:
 
 @lru_cache(maxsize=64)
 def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
-    """The optional parts of a sequence's sums under a configuration; the values are placeholders."""
+    """Optional parts of a sequence's sums under a configuration; the values are placeholders."""
     weights = None
     if config.has_token_weights:
         weights = _blank(WeightSums)

@@ -40,7 +40,7 @@ SWITCHES = ["--rollout-shuffle", "--use-tis"]
 NEXT_STEPS = """
 Next steps
   open {report}
-  slime-tis report --help           reports on other runs, and on dumps of slime, verl, NeMo-RL and prime-rl
+  slime-tis report --help           reports on other runs, and on dumps of other trainers
   slime-tis train --help            trains your model on your prompts
   slime-tis port run.sh             rewrites a launch script of slime"""
 EXAMPLE = Example(

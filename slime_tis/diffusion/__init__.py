@@ -1,4 +1,4 @@
-"""Rollout correction for diffusion and flow models: trajectories of SDE steps, log-probs of shape [B, steps]."""
+"""Rollout correction for diffusion and flow models: SDE steps with log-probs [B, steps]."""
 
 from slime_tis.diffusion.losses import DiffusionLoss, diffusion_loss, flow_grpo, policy_gradient
 from slime_tis.diffusion.sde import gaussian_log_prob, sde_step

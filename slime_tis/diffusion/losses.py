@@ -23,7 +23,7 @@ closer than the customary 0.2."""
 
 @dataclass(frozen=True)
 class DiffusionLoss:
-    """The loss of some steps. The exact mean over calls and ranks is Σ numerator / Σ denominator."""
+    """The loss of some steps; the mean over calls and ranks is Σ numerator / Σ denominator."""
 
     loss: Tensor
     """0-dim: numerator / denominator; 0 if no step is accepted."""
@@ -32,7 +32,8 @@ class DiffusionLoss:
     denominator: Tensor
     """0-dim: accepted steps or all steps, depending on `rejection_normalizer`."""
     accepted_steps: Tensor
-    """0-dim: accepted steps. A mean over all steps scales the gradient by accepted_steps / steps."""
+    """0-dim: accepted steps. A mean over all steps scales the gradient by accepted_steps /
+    steps."""
     steps: Tensor
     """0-dim: all steps."""
     sums: dict[str, Tensor]
@@ -109,9 +110,12 @@ def diffusion_loss(  # noqa: PLR0913
 ) -> DiffusionLoss:
     """The corrected loss of SDE steps.
 
-        decoupled: Σ_accepted w_t·L_t(π_θ, π_old) / denominator,   w and the accepted steps from `correct_trajectories`
-        bypass:    Σ_accepted L_t(π_θ, π_rollout) / denominator,   accepted by π_θ/π_rollout here; a plain policy
-                   gradient is multiplied with w_t of the same ratio where `--use-tis` is on
+        decoupled: Σ_accepted w_t·L_t(π_θ, π_old) / denominator
+        bypass:    Σ_accepted L_t(π_θ, π_rollout) / denominator
+
+    In decoupled mode, `correct_trajectories` gives w and the accepted steps. In bypass mode,
+    π_θ/π_rollout decides here which steps are accepted, and `--use-tis` multiplies a plain policy
+    gradient with w_t of the same ratio.
 
     Args:
         config: The options; `policy_loss` is ppo (`flow_grpo`) or reinforce (`policy_gradient`).

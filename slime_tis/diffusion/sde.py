@@ -82,7 +82,8 @@ def gaussian_log_prob(
 ) -> Tensor:
     """log N(x; μ, s²) of the step that was sampled, over all latent dimensions of a trajectory.
 
-        log p_d = −(x_d − μ_d)²/(2s²) − log s − ½·log 2π;   mean: 1/D·Σ_d log p_d,   sum: Σ_d log p_d
+        log p_d = −(x_d − μ_d)²/(2s²) − log s − ½·log 2π
+        mean: 1/D·Σ_d log p_d,   sum: Σ_d log p_d
 
     The sum is the log-density of the step. FlowGRPO trains on the mean, the sum divided by D. Its
     ratio is the D-th root of the step's ratio: comparable between image sizes, and close to 1 even

@@ -1,4 +1,4 @@
-"""Correction of trajectories: weights and mask per step, bypass, mergeable statistics, and warnings.
+"""Correction of trajectories: weights and mask per step, bypass, statistics, and warnings.
 
 A trajectory is a sequence whose tokens are its SDE steps. There is no padding: every step is valid
 unless a log-prob is not finite.
@@ -88,7 +88,7 @@ class StepStatistics:
 
 
 def prefix_of(config: RolloutCorrectionConfig) -> str:
-    """Prefix of the metrics' names. In bypass mode the actor corrects in its loss and reports them."""
+    """Prefix of metrics. In bypass mode the actor corrects in its loss and reports them."""
     if config.use_rollout_logprobs:
         return "actor/rollout_corr/"
     return "rollout_corr/"
@@ -136,12 +136,12 @@ class TrajectoryCorrection:
 
     @property
     def folded(self) -> Tensor:
-        """weights × mask: one factor per step. It is positive at accepted steps, so no information is lost."""
+        """weights × mask: one factor per step. Accepted steps have positive factors."""
         return self.weights * self.mask
 
 
 def apply_bypass_mode(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with log π_old := log π_rollout, which saves the forward pass that recomputes π_old.
+    """The batch with log π_old := log π_rollout, which saves the forward pass of π_old.
 
     Args:
         batch: With `rollout_log_probs`, [B, T] or [B].
@@ -171,7 +171,7 @@ def correct_trajectories(
     latent_dims: int = 1,
     global_batch: GlobalBatch = THIS_CALL,
 ) -> TrajectoryCorrection:
-    """Weights and mask of the steps of a batch of trajectories, with all levels, modes and criteria.
+    """Weights and mask per step of a batch of trajectories, with all levels, modes and criteria.
 
         Δ_t = D·(log π_train − log π_rollout)(t);   weights and mask as from `slime_tis.correct`
 
@@ -182,7 +182,8 @@ def correct_trajectories(
 
     Args:
         config: The options.
-        train_log_probs: log π_train, [B, T], or [B] for a single step; then all levels are the same.
+        train_log_probs: log π_train, [B, T], or [B] for a single step; then all levels are the
+            same.
         rollout_log_probs: log π_rollout, of the same shape.
         timesteps: The scheduler's timesteps, of the same shape, or [T] or 0-dim if all trajectories
             share them. They add the mismatch by timestep to the metrics, and one host

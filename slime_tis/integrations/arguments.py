@@ -83,8 +83,8 @@ def rollout_correction_config(
 ) -> RolloutCorrectionConfig:
     """Returns the correction that parsed arguments describe.
 
-    Each option is read under our name, then under slime's names, else it has its default. A value of
-    the command line has priority over a default of the host's parser. None counts as unset.
+    Each option is read under our name, then under slime's names, else it has its default. A value
+    of the command line has priority over a default of the host's parser. None counts as unset.
 
     Args:
         args: Arguments of a parser with `add_rollout_correction_arguments`; or an object or mapping

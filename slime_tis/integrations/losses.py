@@ -351,8 +351,8 @@ def areal(
 def prime_rl(loss: Loss, correction: RolloutCorrectionConfig) -> Loss:
     """A loss of prime-rl on one sample, around `loss`: LossInputs → LossOutputs.
 
-    prime-rl's π_old is the rollout policy, so the ratio of its loss is the importance weight already.
-    Only rejection acts.
+    prime-rl's π_old is the rollout policy, so the ratio of its loss is the importance weight
+    already. Only rejection acts.
     """
     bypass = replace(correction, use_rollout_logprobs=True)
 

@@ -21,7 +21,7 @@ INPUTS = ("logprobs", "sampling_logprobs", "advantages", "mask")
 
 
 def policy_gradient(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """−A·log π_θ. Times the importance weight, it has the gradient of tinker's `importance_sampling`."""
+    """−A·log π_θ: with the importance weight, the gradient of tinker's `importance_sampling`."""
     return -advantages * log_probs
 
 
@@ -30,8 +30,8 @@ def corrected_loss(
 ) -> Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]:
     """A loss for `TrainingClient.forward_backward_custom`.
 
-    It has all options and all metrics of `slime_tis.correct`; metrics are named custom/NAME:mean. The
-    data of one call are the global batch. Without data the loss is 0. A token without a finite
+    It has all options and all metrics of `slime_tis.correct`; metrics are named custom/NAME:mean.
+    The data of one call are the global batch. Without data the loss is 0. A token without a finite
     log π_θ has loss and gradient 0, or raises if `nonfinite_policy` is "raise".
     """
 
@@ -66,8 +66,8 @@ def traced_loss(
 ) -> tuple[Callable[..., tuple[Tensor, Mapping[str, Tensor]]], dict[str, int]]:
     """The arguments of `ServiceClient.create_custom_loss`: a loss and the ranks of its inputs.
 
-    tinker traces the loss and may run it on its server. The loss sees one datum at a time, which must
-    have the keys `sampling_logprobs`, `advantages` and `mask`. Options that need the batch are
+    tinker traces the loss and may run it on its server. The loss sees one datum at a time, which
+    must have the keys `sampling_logprobs`, `advantages` and `mask`. Options that need the batch are
     refused: see `slime_tis.functional`.
     """
 
@@ -130,8 +130,9 @@ def _weighted_loss(
 ) -> Tensor:
     """Σ of the weighted losses of the accepted tokens, [] with gradient.
 
-    Other tokens may have any log-probs. The neutral policy accepts tokens with non-finite log-probs:
-    without log π_θ a token has no loss and no gradient; without log π_rollout it has ratio 1.
+    Other tokens may have any log-probs. The neutral policy accepts tokens with non-finite
+    log-probs: without log π_θ a token has no loss and no gradient; without log π_rollout it has
+    ratio 1.
     """
     trained = (accepted > 0) & log_probs.isfinite()
     # torch.where before the loss: exp(inf) would make the gradient NaN even at a loss of 0.

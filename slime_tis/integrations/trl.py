@@ -59,8 +59,8 @@ class RolloutCorrectionMixin:
 
         class Trainer(RolloutCorrectionMixin, GRPOTrainer): ...
 
-    The correction runs once per generation batch, over all processes. π_old is the trained policy at
-    the time when the samples arrive.
+    The correction runs once per generation batch, over all processes. π_old is the trained policy
+    at the time when the samples arrive.
 
     Args of the constructor, besides those of the trainer:
         rollout_correction: The options; None only measures.
@@ -278,7 +278,8 @@ class RolloutCorrectionMixin:
         return annotated(table, config, accepted=accepted_N, global_batch=correction.global_batch)
 
 
-class CorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):  # type: ignore[misc]  # GRPOTrainer is Any without TRL
+# GRPOTrainer is Any without TRL
+class CorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with rollout correction; see `RolloutCorrectionMixin`."""
 
 

@@ -225,7 +225,7 @@ def apply_bypass_mode(
     rollout_corr_config: Any = None,
     policy_loss_config: MutableMapping[str, object] | None = None,
 ) -> None:
-    """Replaces the batch's `old_log_probs` by its `rollout_log_probs`, and selects verl's bypass loss.
+    """Replaces `old_log_probs` by `rollout_log_probs`, and selects verl's bypass loss.
 
     Args:
         batch: A DataProto, changed in place.

@@ -173,15 +173,15 @@ def minimum_variance_baseline(
 
         A_i = R_i − b,   b = Σ_i w_i² ‖g_i‖² R_i / Σ_i w_i² ‖g_i‖²   over the samples of a prompt
 
-    Source: "VCPO", Huang et al. (https://arxiv.org/abs/2602.17616); the authors' staleness_utils.py,
-    compute_opob_baseline. Weights are log-weights here: in the authors' code, a sequence ratio
-    beyond float32 makes the baseline NaN.
+    Source: "VCPO", Huang et al. (https://arxiv.org/abs/2602.17616); the authors'
+    staleness_utils.py, compute_opob_baseline. Weights are log-weights here: in the authors' code, a
+    sequence ratio beyond float32 makes the baseline NaN.
 
     Args:
         rewards_B: Rewards per sample.
         group_B: int64: number of a sample's prompt.
-        gradient_norms_B: ‖g_i‖, the norm of the gradient of the sample's log π in the parameters; or
-            the root of Σ_t `score_norm_squared`, the norm in the logits.
+        gradient_norms_B: ‖g_i‖, the norm of the gradient of the sample's log π in the parameters;
+            or the root of Σ_t `score_norm_squared`, the norm in the logits.
         log_weights_B: log w_i per sample, for example Σ_t Δ_t; None for 0.
 
     Returns:
@@ -264,7 +264,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Te
 
 
 def _centred(rewards: Tensor, accepted: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    """Rewards minus the group's mean of accepted samples, and the number of accepted samples [G, 1].
+    """Rewards minus the group's mean of accepted samples, and the number of these [G, 1].
 
     Rejected samples have 0. The computation is in float64: in float32 the mean of eight rewards of
     0.35 is off by 3e-8, and the division by ε makes this 0.03.

@@ -163,8 +163,8 @@ COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 """Losses that select tokens by covariance.
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", Cui et al.
-(https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. There, Clip-Cov draws tokens at
-random among the candidates. Here it takes the largest covariances, because a random draw would
+(https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. There, Clip-Cov draws tokens
+at random among the candidates. Here it takes the largest covariances, because a random draw would
 depend on the micro-batches.
 """
 
@@ -226,7 +226,7 @@ def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
 def clip_is_inactive(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
     """Whether π_θ/π_old is always 1, so that clip ranges have no effect.
 
-    This holds with one optimizer step per rollout if π_old is the policy of this step, recomputed or
-    from the same forward pass.
+    This holds with one optimizer step per rollout if π_old is the policy of this step, recomputed
+    or from the same forward pass.
     """
     return steps_per_rollout == 1 and old_policy_name(correction, 1) in ("recomputed", "current")

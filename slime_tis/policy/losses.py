@@ -134,8 +134,8 @@ def gspo(
     Source: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071),
     eq. 5, 7 and 13.
 
-    Args and returns as `ppo_clip`; `mean_log_ratio_L` is the sequence's mean of log π_θ − log π_old,
-    at all tokens of the sequence, without gradient. The paper's clip ranges are about 3e-4.
+    Args and returns as `ppo_clip`; `mean_log_ratio_L` is the sequence's mean of log π_θ − log
+    π_old, at all tokens of the sequence, without gradient. The paper's clip ranges are about 3e-4.
     """
     # log π_θ − sg(log π_θ) carries the gradient. Both are bounded, because inf − inf is NaN.
     ratio_L = safe_exp(
@@ -382,7 +382,8 @@ CPPO_LOWEST_WEIGHT = 0.8
 def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     """Policy gradient without tokens that exceed a divergence threshold or their prefix's budget.
 
-        L_t = −M_t r_t A_t,   M_t = 1 if A_t (r_t − 1) ≤ 0, or w_t D_t ≤ δ and S_t ≤ δ + δ_b W_{t−1},
+        L_t = −M_t r_t A_t,
+        M_t = 1 if A_t (r_t − 1) ≤ 0, or w_t D_t ≤ δ and S_t ≤ δ + δ_b W_{t−1},
         S_t = Σ_{i≤t} w_i D_i,   W_t = Σ_{i≤t} w_i,   D = |π_θ − π_old|,
         w_t from 1 at t = 1 to 0.8 at the end
 

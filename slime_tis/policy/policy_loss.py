@@ -222,7 +222,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
 
 
 def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
-    """log π_old [L]: the rollout's (bypass), interpolated, recomputed, or from this forward pass."""
+    """log π_old [L]: the rollout's (bypass), interpolated, recomputed, or of this forward pass."""
     tokens = inputs.tokens
     if step.correction.use_rollout_logprobs:
         return tokens.rollout_log_probs_L
@@ -240,8 +240,8 @@ def config_of_correction(step: LossStep) -> RolloutCorrectionConfig:
     """The configuration that `correct` gets.
 
     If a user's function corrects, the library only computes statistics. In bypass mode the ratio of
-    the loss is π_θ/π_rollout already, so weights are only measured, as in verl. Truncated weights do
-    not change the mask.
+    the loss is π_θ/π_rollout already, so weights are only measured, as in verl. Truncated weights
+    do not change the mask.
     """
     config = step.correction
     if step.custom is not None:
@@ -478,7 +478,7 @@ def objective(
 
 
 def mask_of_responses(tokens: ResponseTokens, mask_L: Tensor, step: LossStep) -> Tensor:
-    """The mask of complete responses, float32 [N], from the slices of all context-parallel ranks."""
+    """The mask of complete responses, float32 [N], from slices of all context-parallel ranks."""
     return step.global_batch.ranks.over_context(tokens.slices.scatter(mask_L.float()))
 
 
@@ -556,8 +556,8 @@ def measured_log_probs(inputs: LossInputs, train_log_probs_L: Tensor, step: Loss
     """log π_train [L] of the mismatch metrics.
 
     It is log π_train of the importance weights. With --get-mismatch-metrics it is the training
-    engine's log π_old: in bypass mode the weights have π_θ, which moves away from the rollout policy
-    with every step.
+    engine's log π_old: in bypass mode the weights have π_θ, which moves away from the rollout
+    policy with every step.
     """
     if step.correction.get_mismatch_metrics:
         return training_old_log_probs(inputs)
@@ -565,7 +565,7 @@ def measured_log_probs(inputs: LossInputs, train_log_probs_L: Tensor, step: Loss
 
 
 def training_old_log_probs(inputs: LossInputs) -> Tensor:
-    """The training engine's log π_old [L]: recomputed before the step, or from this forward pass."""
+    """The training engine's log π_old [L]: recomputed before the step, or of this forward pass."""
     recomputed_L = inputs.tokens.old_log_probs_L
     return inputs.log_probs_L.detach() if recomputed_L is None else recomputed_L
 

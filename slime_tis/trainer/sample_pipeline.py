@@ -1,6 +1,7 @@
 """Samples on their way from the rollout engine to the learner.
 
-    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → filters, masks → learner
+    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → filters,
+    masks → learner
 
 `SampleSource.next` runs this path once per rollout.
 """
@@ -176,7 +177,7 @@ def mask_removed_samples(groups: Sequence[Sequence[Sample]]) -> None:
 
 
 def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: int | None) -> int:
-    """Zeroes the loss mask of samples whose oldest token was sampled more than `limit` versions ago.
+    """Zeroes the loss mask of samples with a token that is over `limit` versions old.
 
     Returns:
         The number of these samples.

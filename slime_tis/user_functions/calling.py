@@ -38,7 +38,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 def call(
     function: Callable[..., Any], *arguments: Any, seed: int | None = None, **keywords: Any
 ) -> Any:
-    """Calls a user function; see `calling`. With a seed the call runs in `isolated_global_state`."""
+    """Calls a user function; see `calling`. With a seed, it runs in `isolated_global_state`."""
     if seed is None:
         with calling(function):
             return function(*arguments, **keywords)

@@ -61,8 +61,8 @@ def load_user_function(option: str, path: str) -> Callable[..., Any]:
 def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
     """Returns the custom TIS function at a path.
 
-    The function's module may define `check_args(args)`, which raises ValueError for options that the
-    function does not follow.
+    The function's module may define `check_args(args)`, which raises ValueError for options that
+    the function does not follow.
 
     Raises:
         CustomFunctionError: The function does not follow an option of the run.

@@ -199,8 +199,8 @@ def _row_of_function(
     row = _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=custom))
     row = replace(row, flags=f"--use-tis --custom-tis-function-path {path}")
     old_L = old_log_probs(inputs, step).detach()
-    # A loss of 1 per token turns the function's output into its weights. A new CustomTis has the seed
-    # of the step above; `custom` would draw other random numbers in a second call.
+    # A loss of 1 per token turns the function's output into its weights. A new CustomTis has the
+    # seed of the step above; `custom` would draw other random numbers in a second call.
     loss_L, mask_L, *_ = CustomTis(function=function, args=args, seed=0)(
         inputs.tokens,
         loss_L=torch.ones_like(old_L).requires_grad_() * 1,  # no leaf: it may be changed in place

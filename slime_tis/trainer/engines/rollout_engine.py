@@ -136,7 +136,7 @@ class RolloutEngine(Protocol):
         """
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Names of tensors that provably differ from the rows sent last, per copy of the weights."""
+        """Tensors that provably differ from the rows sent last, by name, per copy of weights."""
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, per copy of the weights."""

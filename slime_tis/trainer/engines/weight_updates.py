@@ -1,7 +1,8 @@
 """Rounds the weights sent to the rollout engine and measures how much of an update arrives.
 
     source(weights, version)  →  round as --weight-update-rounding says  →  rollout engine
-                                   ↘ sampled rows: trained and sent values of this and the last update
+                                   ↘ sampled rows: trained and sent values of this and the last
+                                   update
 
 With changes Δw of the trained weights and Δr of the engine's weights since the previous update:
 

@@ -66,7 +66,7 @@ def same_boxed_answer(solution: str, expected: str) -> bool:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{}, up to the matching brace; None if it is missing."""
+    r"""Returns the content of the last \boxed{}, up to its brace; None if it is missing."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -284,7 +284,7 @@ class Server:
         headers: Mapping[str, str] | None = None,
         experts: ExpertText | None = None,
     ) -> Result:
-        """Returns the parsed body of a successful answer, of at most `max_bytes`; counts unusable answers.
+        """Returns the parsed body of a good answer of at most `max_bytes`; counts unusable answers.
 
         `experts` cuts the routed experts out of the body before it is parsed.
         """
@@ -332,7 +332,7 @@ class Server:
 
 
 class Keys:
-    """Names the key for each endpoint, and removes keys from texts; the keys appear nowhere else."""
+    """Names the key of each endpoint, and removes keys from texts; keys appear nowhere else."""
 
     def __init__(self, api_key: str | None = None, admin_api_key: str | None = None) -> None:
         self._api_key = api_key

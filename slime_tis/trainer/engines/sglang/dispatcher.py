@@ -74,7 +74,7 @@ class Dispatcher:
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))
 
     async def _free_server(self, failed_on: Sequence[ServerState]) -> ServerState:
-        """Waits for a server with room for one more request; the lock keeps the requests in order."""
+        """Waits for a server with room for one more request; the lock keeps requests in order."""
         health = self.health
         async with self._turn:
             while True:

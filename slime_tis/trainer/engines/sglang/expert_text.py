@@ -29,7 +29,7 @@ COMPARED_ROWS = 768
 
 
 class ExpertText:
-    """Base64 of little-endian int32 [tokens, all layers, k], the string `routed_experts` of an answer."""
+    """Base64 of little-endian int32 [tokens, all layers, k]: `routed_experts` of an answer."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._layout = layout
@@ -92,7 +92,8 @@ class ExpertText:
         experts = np.concatenate(self._blocks)
         blocks = np.split(experts, range(COMPARED_ROWS, num_rows, COMPARED_ROWS))
         if any(map(_has_duplicates, blocks)):
-            # SGLang returns zeros if its kernels do not record experts: the message names the cause.
+            # SGLang returns zeros if its kernels do not record experts: the message names the
+            # cause.
             for i, layer in enumerate(self._layout.moe.layers):
                 if not experts[:, i].any():
                     raise InvalidAnswer(

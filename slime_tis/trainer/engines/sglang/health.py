@@ -89,7 +89,7 @@ class HealthMonitor:
         timeouts: Timeouts,
         on_return: Callable[[Server], None],
     ) -> None:
-        """Begins with all servers down; calls `on_return` with a server that returns without the current weights."""
+        """Begins with all servers down; calls `on_return` for servers without current weights."""
         self.states: dict[Server, ServerState] = {}
         for index, server in enumerate(servers):
             self.states[server] = ServerState(server, index=index)
@@ -114,7 +114,7 @@ class HealthMonitor:
         self._tasks = BackgroundTasks()
 
     async def start(self, timeout: float) -> None:
-        """Waits until all servers answer, or after `timeout` seconds at least one, and starts watching them."""
+        """Waits for all servers, or after `timeout` seconds for one, and starts watching them."""
         states = list(self.states.values())
         if self.router is not None:
             states.append(self.router)
@@ -154,7 +154,7 @@ class HealthMonitor:
         return [s.server for s in self.states.values() if s.state != "down"]
 
     def version_of(self, state: ServerState) -> int:
-        """The version that a request begins with; for a router, the version that its servers must have."""
+        """The version that a request begins with; for a router, the version of all its servers."""
         return self.version if state is self.router else state.version
 
     def takes_seeds(self, state: ServerState) -> bool:

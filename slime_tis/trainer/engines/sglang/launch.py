@@ -84,7 +84,7 @@ class LaunchedServers:
                 time.sleep(0.2)
 
     def poll(self) -> list[str]:
-        """Restarts servers that ended, without waiting; returns a message for each. Call it about every second."""
+        """Restarts ended servers without waiting; returns messages. Call it every second."""
         messages = []
         for server in self.servers:
             if server.status is not None:
@@ -148,7 +148,7 @@ class LaunchedServer:
 
     @property
     def status(self) -> int | None:
-        """The exit status; None before the start and while running. Kills the rest of an ended process group."""
+        """The exit status of an ended process, whose process group is killed; else None."""
         process = self.process
         if process is None:
             return None
@@ -189,7 +189,7 @@ class LaunchedServer:
         return f"{ended} and is restarted ({self.failures} of {MAX_RESTARTS}); {self.quoted_log()}"
 
     def is_up(self, client: httpx.Client) -> bool:
-        """Whether the server answers that it is healthy; raises RolloutUnavailable if another program answers."""
+        """Whether the server is healthy; raises RolloutUnavailable if another program answers."""
         try:
             with client.stream("GET", f"{self.url}/health") as response:  # the body is not read
                 if response.status_code != 200:
@@ -252,7 +252,7 @@ def free_ports(first: int, count: int) -> list[int]:
 def server_command(
     config: SGLangConfig, hf_checkpoint: str | Path, index: int, port: int, log: Path
 ) -> list[str]:
-    """The command line of the `index`-th server; it contains the variables of keys, not the keys."""
+    """The command line of the `index`-th server; it names variables of keys, not the keys."""
     command = [config.sglang_python or sys.executable, supervise.__file__, str(log)]
     command += ["--model-path", str(hf_checkpoint)]
     command += ["--host", HOST]
@@ -264,7 +264,7 @@ def server_command(
 
 
 def server_environment(config: SGLangConfig) -> dict[str, str]:
-    """This program's environment without torchrun's variables, with the server Python's programs first in PATH."""
+    """The environment without torchrun's variables; the server Python's programs come first."""
     environment = {}
     for name, value in os.environ.items():
         if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN_PREFIXES):

@@ -283,7 +283,7 @@ class RolloutTask:
         return response.generation(self.tokenizer, options)
 
     async def finish(self, response: PendingSample, options: RequestOptions) -> None:
-        """Samples a response to its end, or until requests are aborted; raises the errors of `run`."""
+        """Samples a response until it ends or requests are aborted; raises the errors of `run`."""
         request_id = f"{self.name}-{next(self._numbers) % 10**8:08d}"
         task = asyncio.create_task(self._finish(response, options, request_id))
         self._responses[task] = response
@@ -296,7 +296,7 @@ class RolloutTask:
             del self._responses[task]
 
     async def stop(self) -> None:
-        """Aborts all requests in flight, which return their partial responses, and sends no more."""
+        """Aborts all requests in flight, which return partial responses, and sends no more."""
         self.stopping = True
 
         def in_flight() -> list[tuple[Server, str]]:
@@ -393,7 +393,7 @@ def seed_of(key: bytes) -> int:
 
 
 async def _abort_all(in_flight: Callable[[], Iterable[tuple[Server, str]]]) -> None:
-    """Aborts requests repeatedly: a server ignores the abort of a request that it has not read yet."""
+    """Aborts requests repeatedly: a server ignores the abort of a request that it has not read."""
     wait = 0.01
     with suppress(TimeoutError):
         async with asyncio.timeout(ABORT_TIMEOUT):

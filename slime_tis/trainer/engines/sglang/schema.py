@@ -145,7 +145,7 @@ def top_body(token_ids: Sequence[int], sampling: Sampling, count: int) -> dict[s
 
 
 def max_answer_bytes(num_tokens: int, mask_tokens: int = 0) -> int:
-    """Maximum bytes of an answer with `num_tokens` tokens, each with a mask of `mask_tokens` ids."""
+    """Maximum bytes of an answer of `num_tokens` tokens, each with a mask of `mask_tokens` ids."""
     bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * mask_tokens
     return ANSWER_BYTES + bytes_per_token * num_tokens
 
@@ -181,7 +181,7 @@ class Answer(msgspec.Struct):
 
 
 class TokenLogProb(Answer, array_like=True, gc=False):
-    """SGLang's [log-prob, token, text]; the first token of an input follows nothing and has no log-prob."""
+    """SGLang's [log-prob, token, text]; the first token of an input has no log-prob."""
 
     log_prob: LogProb | None
     token: TokenId
@@ -348,7 +348,7 @@ def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
 
 
 def parse_top(body: bytes, vocab_size: int | None = None) -> dict[int, float]:
-    """Parses the likeliest tokens of an answer to `top_body`, without tokens that cannot be sampled."""
+    """Parses the likeliest tokens of an answer to `top_body`, without impossible tokens."""
     positions = parse(GenerateAnswer, body).meta_info.output_top_logprobs
     if not positions or not positions[0]:
         raise InvalidAnswer("it has no output_top_logprobs")
@@ -362,7 +362,7 @@ def parse_top(body: bytes, vocab_size: int | None = None) -> dict[int, float]:
 
 
 def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
-    """Parses checksums of tensors by name, one per rank that has the tensor; raises InvalidAnswer."""
+    """Parses checksums by tensor name, one per rank that has the tensor; raises InvalidAnswer."""
     ranks = parse(ControlAnswer, body).ranks
     if ranks is None:
         raise InvalidAnswer("it has no ranks")
@@ -376,8 +376,8 @@ def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
 def _check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | None) -> None:
     if vocab_size is not None and max(token_ids, default=0) >= vocab_size:
         raise InvalidAnswer(
-            f"{subject} has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at"
-            f" {vocab_size - 1}; see that the server runs the same model"
+            f"{subject} has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint"
+            f" ends at {vocab_size - 1}; see that the server runs the same model"
         )
 
 

@@ -83,7 +83,7 @@ class SGLangSettings:
 
 
 class ServerGroup:
-    """The servers of rank 0: their health, their requests and their weights. It belongs to one asyncio loop."""
+    """The servers of rank 0: health, requests and weights; belongs to one asyncio loop."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ServerGroup:
         self._one_update = asyncio.Lock()
 
     async def connect(self) -> None:
-        """Waits for the servers; raises RolloutUnavailable if none comes up, and ValueError if they refuse."""
+        """Waits for servers; raises RolloutUnavailable if none comes up, ValueError if they refuse."""
         config = self._settings.config
         client = make_client(config.api_key, config.admin_api_key)
         # The stack closes in reverse order: requests end before their servers and connections.
@@ -184,7 +184,7 @@ class ServerGroup:
         return [state for state in self.health.states.values() if state.seen]
 
     def check_features(self) -> None:
-        """Raises ValueError if a server is too old, or does not record the experts that a run needs."""
+        """Raises ValueError if a server is too old, or does not record the required experts."""
         for state in self._seen:
             version = state.info.version
             numbers = tuple(int(number) for number in re.findall("[0-9]{1,9}", version)[:3])
@@ -207,7 +207,7 @@ class ServerGroup:
             )
 
     def sampling_mask_tokens(self) -> int | None:
-        """The largest sampling mask that all servers report; None if the run samples without masks."""
+        """The largest sampling mask of all servers; None if the run samples without masks."""
         sampling = self._settings.sampling
         if sampling is None or not sampling.return_sampling_mask:
             return None
@@ -340,7 +340,7 @@ class ServerGroup:
                 self.health.mark_current(server, version)
 
     async def _restore(self, server: Server) -> None:
-        """Sends weights to a server that came back, now or when the trainer next waits for a rollout."""
+        """Sends weights to a server that came back, now or at the trainer's next wait."""
         async with self._one_update:
             if server not in self.health.needing_weights():
                 return

@@ -32,7 +32,7 @@ LONGEST_LINE = 1 << 20
 
 
 def main(log: str, flags: list[str]) -> int:
-    """Starts the server, writes its output to the log until it ends, and returns its exit status."""
+    """Starts the server, writes its output to the log, and returns its exit status."""
     flags, secrets = with_secrets(flags, os.environ)
     output, server_end = os.pipe()
     server = os.fork()

@@ -142,7 +142,7 @@ class DistributedSync:
 
 
 class UpdateGroup:
-    """Broadcasts tensors from this process, rank 0, to the ranks of one server, apart from the default group.
+    """Broadcasts tensors from rank 0, this process, to one server, in a separate group.
 
     Each server has a separate group. In a common group, the others would wait for a member that
     dies in a broadcast, with SGLang for half an hour. Anyone who reaches the store's port can join

@@ -149,7 +149,7 @@ async def release(server: Server, group_name: str | None = None) -> None:
 
 
 async def exchange(request: Awaitable[None], local_side: asyncio.Future[None]) -> None:
-    """Waits for both sides of an exchange; the first failure ends the wait and raises SGLangError."""
+    """Waits for both sides of an exchange; the first failure raises SGLangError."""
     server_side: asyncio.Future[None] = asyncio.ensure_future(request)
     try:
         await asyncio.wait({server_side, local_side}, return_when=asyncio.FIRST_EXCEPTION)
