@@ -1,14 +1,16 @@
-"""Whatever goes in, nothing non-finite comes out, and what is wrong is said in a message."""
+"""No input gives a non-finite weight or metric, and wrong inputs are refused with a message."""
 
 import math
 import os
+from collections.abc import Iterable
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, correct
-from slime_tis.correction.modes import LEVELS
+from slime_tis import Correction, GlobalBatch, RolloutCorrectionConfig, Statistics, correct
+from slime_tis.correction.modes import LEVELS, MODES, Level, ModeName
 from slime_tis.correction.reference import reference_correct
 from slime_tis.integrations.verl import RolloutCorrectionConfig as VerlConfig
 from tests.correction.strategies import batches, configurations
@@ -18,52 +20,104 @@ TOKEN_IS = RolloutCorrectionConfig(use_tis=True)
 NAN, INF = math.nan, math.inf
 
 
-@settings(max_examples=EXAMPLES)
-@given(configurations(), batches(wild=True))
-def test_nothing_non_finite_comes_out(config, batch):
+Batch = tuple[list[list[float]], list[list[float]], list[list[int]]]
+"""Train log-probs, rollout log-probs and loss masks of the sequences."""
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def corrected_in(dtype: torch.dtype, config: RolloutCorrectionConfig, batch: Batch) -> Correction:
+    """The correction of a batch whose log-probs are stored in `dtype`."""
     train, rollout, mask = batch
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found = correct(
-            config,
-            [torch.tensor(x, dtype=dtype) for x in train],
-            [torch.tensor(x, dtype=dtype) for x in rollout],
-            [torch.tensor(x, dtype=torch.int64) for x in mask],
-        )
-        for weights, kept, original in zip(found.weights, found.mask, mask, strict=True):
-            assert weights.dtype == torch.float32 and kept.dtype == torch.bool
-            assert torch.isfinite(weights).all() and (weights >= 0).all()
-            assert not (kept & ~torch.tensor(original, dtype=torch.bool)).any()
-        merged = found.statistics.merge(Statistics.empty(config)).merge(found.statistics)
-        for statistics in (found.statistics, merged):
-            assert all(math.isfinite(value) for value in statistics.metrics().values())
-        losses = [torch.ones(len(x), requires_grad=True) for x in train]
-        mean = found.mean(losses)
-        gradients = torch.autograd.grad(mean, losses) if losses else ()
-        assert all(bool(value.isfinite().all()) for value in (mean, *gradients))
-        assert (found.accepted_per_sequence <= found.masked_in_per_sequence).all()
+    return correct(
+        config,
+        [torch.tensor(row, dtype=dtype) for row in train],
+        [torch.tensor(row, dtype=dtype) for row in rollout],
+        [torch.tensor(row, dtype=torch.int64) for row in mask],
+    )
 
 
-@pytest.mark.parametrize("bound", [5e-324, 1e-300, 1e-46, 1.0, 3.5e38, 1e300, 1.7e308])
+def are_finite(values: Iterable[float]) -> bool:
+    return all(math.isfinite(value) for value in values)
+
+
+@settings(max_examples=EXAMPLES)
+@given(configurations(), batches(wild=True), DTYPES)
+def test_weights_of_wild_batches_are_finite(config, batch, dtype):
+    for weights in corrected_in(dtype, config, batch).weights:
+        assert weights.dtype == torch.float32
+        assert torch.isfinite(weights).all()
+        assert (weights >= 0).all()
+
+
+@settings(max_examples=EXAMPLES)
+@given(configurations(), batches(wild=True), DTYPES)
+def test_no_masked_token_of_a_wild_batch_is_accepted(config, batch, dtype):
+    correction = corrected_in(dtype, config, batch)
+    for accepted, original in zip(correction.mask, batch[2], strict=True):
+        assert accepted.dtype == torch.bool
+        assert not (accepted & ~torch.tensor(original, dtype=torch.bool)).any()
+    assert (correction.accepted_per_sequence <= correction.masked_in_per_sequence).all()
+
+
+@settings(max_examples=EXAMPLES)
+@given(configurations(), batches(wild=True), DTYPES)
+def test_metrics_of_wild_batches_are_finite(config, batch, dtype):
+    statistics = corrected_in(dtype, config, batch).statistics
+    merged = statistics.merge(Statistics.empty(config)).merge(statistics)
+    assert are_finite(statistics.metrics().values())
+    assert are_finite(merged.metrics().values())
+
+
+@settings(max_examples=EXAMPLES)
+@given(configurations(), batches(wild=True), DTYPES)
+def test_the_mean_of_a_wild_batch_has_a_finite_gradient(config, batch, dtype):
+    losses = [torch.ones(len(row), requires_grad=True) for row in batch[0]]
+    mean = corrected_in(dtype, config, batch).mean(losses)
+    assert mean.isfinite().all()
+    if losses:
+        gradients = torch.autograd.grad(mean, losses)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "bound", [5e-324, 1e-300, 1e-46, 1.0, 3.5e38, 1e300, 1.7e308], ids="bound {}".format
+)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_absurd_bounds_give_finite_weights_and_metrics(level, bound):
-    rollout = [torch.tensor([-1.0, -INF, -30.0, 3e38]), torch.tensor([-1e-40, -1e9])]
-    train = [torch.tensor([-1.5, -1.0, -0.1, -3e38]), torch.tensor([-5.0, NAN])]
-    for mode in ("truncate", "clip", "mask"):
-        options = {
-            "tis_level": level,
-            "tis_mode": mode,
-            "tis_lower_bound": 0.0,
-            "tis_upper_bound": bound,
-        }
-        config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True, **options)
-        inputs = [[x.clone() for x in values] for values in (train, rollout)]
-        found = correct(config, *inputs, [torch.ones(4), torch.ones(2)])
-        assert all(weights.isfinite().all() and (weights >= 0).all() for weights in found.weights)
-        assert all(math.isfinite(value) for value in found.statistics.metrics().values())
-        assert all(
-            torch.equal(x.nan_to_num(), y.nan_to_num())
-            for x, y in zip(inputs[0], train, strict=True)
+class TestAbsurdBounds:
+    TRAIN = ([-1.5, -1.0, -0.1, -3e38], [-5.0, NAN])
+    ROLLOUT = ([-1.0, -INF, -30.0, 3e38], [-1e-40, -1e9])
+
+    @pytest.fixture
+    def train(self) -> list[torch.Tensor]:
+        return [torch.tensor(row) for row in self.TRAIN]
+
+    @pytest.fixture
+    def correction(
+        self, train: list[torch.Tensor], level: Level, mode: ModeName, bound: float
+    ) -> Correction:
+        config = RolloutCorrectionConfig(
+            use_tis=True,
+            tis_batch_normalize=True,
+            tis_level=level,
+            tis_mode=mode,
+            tis_lower_bound=0.0,
+            tis_upper_bound=bound,
         )
+        rollout = [torch.tensor(row) for row in self.ROLLOUT]
+        return correct(config, train, rollout, [torch.ones(4), torch.ones(2)])
+
+    def test_weights_are_finite(self, correction):
+        for weights in correction.weights:
+            assert weights.isfinite().all()
+            assert (weights >= 0).all()
+
+    def test_metrics_are_finite(self, correction):
+        assert are_finite(correction.statistics.metrics().values())
+
+    def test_the_log_probs_passed_are_unchanged(self, train, correction):
+        expected = [torch.tensor(row) for row in self.TRAIN]
+        torch.testing.assert_close(train, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_truncation_keeps_tokens_whose_weight_is_0():
@@ -73,98 +127,134 @@ def test_truncation_keeps_tokens_whose_weight_is_0():
     assert corrected.mask.tolist() == [[True, True]]
 
 
-def test_reject_takes_out_exactly_the_token():
-    train = [torch.tensor([-1.0, NAN, -2.0, -INF, -1.0])]
-    rollout = [torch.tensor([-1.5, -1.0, -2.0, -INF, INF])]
-    clean = correct(TOKEN_IS, [train[0][[0, 2]]], [rollout[0][[0, 2]]], [torch.ones(2)])
-    found = correct(TOKEN_IS, train, rollout, [torch.ones(5)])
-    assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 0.0, 1.0, 0.0, 0.0])
-    assert found.mask[0].tolist() == [True, False, True, False, False]
-    assert found.masked_in_per_sequence.tolist() == [
-        5
-    ] and found.accepted_per_sequence.tolist() == [2]
-    expected = clean.statistics.metrics() | {
-        "nonfinite_token_fraction": 0.6,
-        "gradient_kept_fraction": 0.4,
-    }
-    assert found.statistics.metrics() == pytest.approx(expected)
+class TestReject:
+    """Tokens 0 and 2 are finite; the three others have a NaN or an infinity."""
+
+    TRAIN = torch.tensor([-1.0, NAN, -2.0, -INF, -1.0])
+    ROLLOUT = torch.tensor([-1.5, -1.0, -2.0, -INF, INF])
+    FINITE = (0, 2)
+
+    @pytest.fixture
+    def correction(self) -> Correction:
+        return correct(TOKEN_IS, [self.TRAIN], [self.ROLLOUT], [torch.ones(5)])
+
+    def test_rejected_tokens_have_weight_0(self, correction):
+        expected = [math.exp(0.5), 0.0, 1.0, 0.0, 0.0]
+        assert correction.weights[0].tolist() == pytest.approx(expected)
+
+    def test_exactly_the_non_finite_tokens_are_rejected(self, correction):
+        assert correction.mask[0].tolist() == [True, False, True, False, False]
+        assert correction.masked_in_per_sequence.tolist() == [5]
+        assert correction.accepted_per_sequence.tolist() == [2]
+
+    def test_metrics_are_those_of_the_finite_tokens(self, correction):
+        finite = list(self.FINITE)
+        clean = correct(TOKEN_IS, [self.TRAIN[finite]], [self.ROLLOUT[finite]], [torch.ones(2)])
+        expected = clean.statistics.metrics() | {
+            "nonfinite_token_fraction": 0.6,
+            "gradient_kept_fraction": 0.4,
+        }
+        assert correction.statistics.metrics() == pytest.approx(expected)
 
 
-def test_neutral_tokens_have_ratio_one_and_no_part_in_perplexities():
-    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="neutral")
-    found = correct(
-        config, [torch.tensor([-1.0, NAN])], [torch.tensor([-1.5, -1.0])], [torch.ones(2)]
-    )
-    assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 1.0])
-    assert found.mask[0].tolist() == [True, True]
-    values = found.statistics.metrics()
-    assert values["nonfinite_token_fraction"] == 0.5 and values["gradient_kept_fraction"] == 1.0
+NEUTRAL_IS = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="neutral")
+
+
+@pytest.fixture
+def one_neutral_token() -> Correction:
+    """A token with log-ratio 0.5, and one whose train log-prob is NaN."""
+    train = [torch.tensor([-1.0, NAN])]
+    rollout = [torch.tensor([-1.5, -1.0])]
+    return correct(NEUTRAL_IS, train, rollout, [torch.ones(2)])
+
+
+def test_neutral_tokens_have_ratio_one(one_neutral_token):
+    assert one_neutral_token.weights[0].tolist() == pytest.approx([math.exp(0.5), 1.0])
+    assert one_neutral_token.mask[0].tolist() == [True, True]
+
+
+def test_metrics_count_neutral_tokens_as_kept(one_neutral_token):
+    values = one_neutral_token.statistics.metrics()
+    assert values["nonfinite_token_fraction"] == 0.5
+    assert values["gradient_kept_fraction"] == 1.0
     assert values["mismatch_kl"] == pytest.approx(-0.25)
-    # One infinite log-prob among tokens of −1 and −1.5 leaves both perplexities as they are without
-    # it.
-    config = RolloutCorrectionConfig(get_mismatch_metrics=True, nonfinite_policy="neutral")
-    expected = {
-        "mismatch_training_ppl": math.e,
-        "mismatch_rollout_ppl": math.exp(1.5),
-        "mismatch_log_ppl_diff": -0.5,
-    }
-    for train, rollout in ((-INF, -1.5), (-1.0, -INF), (NAN, NAN), (-1e9, -1.0)):
-        inputs = (
-            torch.tensor([[-1.0, -1.0, train]]),
-            torch.tensor([[-1.5, -1.5, rollout]]),
-            torch.ones(1, 3),
-        )
-        values = correct(config, *inputs).statistics.metrics()
-        assert {name: values[name] for name in expected} == pytest.approx(expected)
-    lost = correct(
-        config, torch.full((1, 2), NAN), torch.zeros(1, 2), torch.ones(1, 2)
-    ).statistics.metrics()
-    assert lost["mismatch_kl"] == 0.0 and lost["nonfinite_token_fraction"] == 1.0
-    assert not [name for name in lost if "ppl" in name]
-
-
-def test_raise_names_sequence_and_position():
-    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
-    train = [torch.zeros(7), torch.zeros(200)]
-    train[1][150] = -INF
-    masks = [torch.ones(7), torch.ones(200)]
-    rollout = [torch.zeros(7), torch.zeros(200)]
-    with pytest.raises(
-        ValueError, match=r"sequence 1, position 150: train log-prob -inf, rollout log-prob 0\.0"
-    ):
-        correct(config, train, rollout, masks)
-    masks[1][150] = 0
-    assert correct(config, train, rollout, masks).accepted_per_sequence.tolist() == [7, 199]
-
-
-def test_missing_rollout_log_probs_and_half_precision():
-    found = correct(
-        TOKEN_IS,
-        [torch.zeros(2), torch.zeros(3)],
-        [None, torch.zeros(3)],
-        [torch.ones(2), torch.ones(3)],
-    )
-    assert [mask.tolist() for mask in found.mask] == [[False, False], [True, True, True]]
-    assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.4
-    train, rollout = (
-        torch.tensor([-10.0625], dtype=torch.bfloat16),
-        torch.tensor([-10.0], dtype=torch.float16),
-    )
-    found = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])
-    assert found.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16]
+    ("train", "rollout"),
+    [(-INF, -1.5), (-1.0, -INF), (NAN, NAN), (-1e9, -1.0)],
+    ids=["train -inf", "rollout -inf", "both NaN", "train below the lowest"],
+)
+def test_neutral_tokens_have_no_part_in_perplexities(train, rollout):
+    """The other tokens have log-probs of -1 and -1.5."""
+    config = RolloutCorrectionConfig(get_mismatch_metrics=True, nonfinite_policy="neutral")
+    train_log_probs = torch.tensor([[-1.0, -1.0, train]])
+    rollout_log_probs = torch.tensor([[-1.5, -1.5, rollout]])
+    correction = correct(config, train_log_probs, rollout_log_probs, torch.ones(1, 3))
+    values = correction.statistics.metrics()
+    assert values["mismatch_training_ppl"] == pytest.approx(math.e)
+    assert values["mismatch_rollout_ppl"] == pytest.approx(math.exp(1.5))
+    assert values["mismatch_log_ppl_diff"] == pytest.approx(-0.5)
+
+
+def test_a_batch_of_only_neutral_tokens_has_no_perplexity():
+    config = RolloutCorrectionConfig(get_mismatch_metrics=True, nonfinite_policy="neutral")
+    correction = correct(config, torch.full((1, 2), NAN), torch.zeros(1, 2), torch.ones(1, 2))
+    values = correction.statistics.metrics()
+    assert values["mismatch_kl"] == 0.0
+    assert values["nonfinite_token_fraction"] == 1.0
+    assert not [name for name in values if "ppl" in name]
+
+
+class TestRaise:
+    """Token 150 of the second sequence has an infinite train log-prob."""
+
+    CONFIG = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
+
+    @pytest.fixture
+    def train(self) -> list[torch.Tensor]:
+        train = [torch.zeros(7), torch.zeros(200)]
+        train[1][150] = -INF
+        return train
+
+    def test_the_error_locates_the_token(self, train):
+        rollout = [torch.zeros(7), torch.zeros(200)]
+        masks = [torch.ones(7), torch.ones(200)]
+        message = r"sequence 1, position 150: train log-prob -inf, rollout log-prob 0\.0"
+        with pytest.raises(ValueError, match=message):
+            correct(self.CONFIG, train, rollout, masks)
+
+    def test_a_masked_token_raises_nothing(self, train):
+        rollout = [torch.zeros(7), torch.zeros(200)]
+        masks = [torch.ones(7), torch.ones(200)]
+        masks[1][150] = 0
+        correction = correct(self.CONFIG, train, rollout, masks)
+        assert correction.accepted_per_sequence.tolist() == [7, 199]
+
+
+def test_a_sequence_without_rollout_log_probs_is_rejected():
+    train = [torch.zeros(2), torch.zeros(3)]
+    masks = [torch.ones(2), torch.ones(3)]
+    correction = correct(TOKEN_IS, train, [None, torch.zeros(3)], masks)
+    assert [mask.tolist() for mask in correction.mask] == [[False, False], [True, True, True]]
+    assert correction.statistics.metrics()["nonfinite_token_fraction"] == 0.4
+
+
+def test_the_ratio_of_half_precision_log_probs_is_exact():
+    train = torch.tensor([-10.0625], dtype=torch.bfloat16)
+    rollout = torch.tensor([-10.0], dtype=torch.float16)
+    correction = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])
+    assert correction.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16], ids=str
 )
 def test_masks_of_any_dtype(dtype):
     mask = [torch.tensor([1, 0, 1]).to(dtype)]
-    found = correct(TOKEN_IS, [torch.zeros(3)], [torch.zeros(3)], mask)
-    assert found.mask[0].tolist() == [True, False, True] and found.weights[0].tolist() == [
-        1.0,
-        0.0,
-        1.0,
-    ]
+    correction = correct(TOKEN_IS, [torch.zeros(3)], [torch.zeros(3)], mask)
+    assert correction.mask[0].tolist() == [True, False, True]
+    assert correction.weights[0].tolist() == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -182,40 +272,63 @@ SENTINELS = {
     "others": -1e6,
     "lowest float32": -3.4e38,
 }
+OTHERS = [-0.5, 0.0, -200.0, -9999.0, -1e6]
 
 
-@pytest.mark.parametrize("sentinel", SENTINELS.values(), ids=SENTINELS)
-@pytest.mark.parametrize("other", [-0.5, 0.0, -200.0, -9999.0, -1e6], ids=str)
-@pytest.mark.parametrize("side", ["train", "rollout"])
-def test_a_sentinel_is_minus_infinity_on_either_side(side, other, sentinel):
-    """Each log-prob is judged by itself: the difference to the other one may be anything, 0 included."""
-    config = RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_level="sequence")
+class TestSentinels:
+    """Each log-prob is judged by itself. The difference to the other one may be anything, also 0."""
 
-    def corrected(value):
-        pair = [torch.tensor([[-1.0, value]]), torch.tensor([[-1.2, other]])]
-        train, rollout = pair if side == "train" else reversed(pair)
-        found = correct(config, train, rollout, torch.ones(1, 2))
-        by_reference = reference_correct(config, train, rollout, torch.ones(1, 2))
-        assert torch.equal(found.mask, by_reference.mask)
-        return found
+    CONFIG = RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_level="sequence")
 
-    found, expected = corrected(sentinel), corrected(-INF)
-    assert found.weights[0, 1] == 0.0
-    assert torch.equal(found.mask, expected.mask)
-    assert found.statistics.metrics() == expected.statistics.metrics()
+    def inputs(
+        self, side: str, value: float, other: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Train log-probs, rollout log-probs and mask, with `value` on one side."""
+        judged = torch.tensor([[-1.0, value]])
+        opposite = torch.tensor([[-1.2, other]])
+        if side == "train":
+            return judged, opposite, torch.ones(1, 2)
+        return opposite, judged, torch.ones(1, 2)
+
+    @pytest.mark.parametrize("sentinel", SENTINELS.values(), ids=SENTINELS)
+    @pytest.mark.parametrize("other", OTHERS, ids=str)
+    @pytest.mark.parametrize("side", ["train", "rollout"])
+    def test_a_sentinel_is_minus_infinity(self, side, other, sentinel):
+        correction = correct(self.CONFIG, *self.inputs(side, sentinel, other))
+        expected = correct(self.CONFIG, *self.inputs(side, -INF, other))
+        assert correction.weights[0, 1] == 0.0
+        assert torch.equal(correction.mask, expected.mask)
+        assert correction.statistics.metrics() == expected.statistics.metrics()
+
+    @pytest.mark.parametrize(
+        "value", [*SENTINELS.values(), -INF], ids=[*SENTINELS, "minus infinity"]
+    )
+    @pytest.mark.parametrize("other", OTHERS, ids=str)
+    @pytest.mark.parametrize("side", ["train", "rollout"])
+    def test_the_reference_rejects_the_same_tokens(self, side, other, value):
+        inputs = self.inputs(side, value, other)
+        correction = correct(self.CONFIG, *inputs)
+        assert torch.equal(correction.mask, reference_correct(self.CONFIG, *inputs).mask)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )
 @pytest.mark.parametrize(
+    ("train", "rollout"),
+    [(True, False), (False, True), (True, True)],
+    ids=["train is low", "rollout is low", "both are low"],
+)
+@pytest.mark.parametrize(
     ("value", "is_legal"), [(-200.0, True), (-9000.0, True), (-9999.0, False)], ids=str
 )
-def test_low_log_probs_are_legal_in_every_dtype(value, is_legal, dtype):
-    low, ordinary = torch.tensor([[value]], dtype=dtype), torch.tensor([[-1.0]], dtype=dtype)
-    for pair in ((low, ordinary), (ordinary, low), (low, low)):
-        found = correct(TOKEN_IS, *pair, torch.ones(1, 1))
-        assert found.mask.item() == is_legal
+def test_low_log_probs_are_legal_in_every_dtype(value, is_legal, train, rollout, dtype):
+    low = torch.tensor([[value]], dtype=dtype)
+    ordinary = torch.tensor([[-1.0]], dtype=dtype)
+    train_log_probs = low if train else ordinary
+    rollout_log_probs = low if rollout else ordinary
+    correction = correct(TOKEN_IS, train_log_probs, rollout_log_probs, torch.ones(1, 1))
+    assert correction.mask.item() == is_legal
 
 
 def test_log_densities_have_no_lowest_value():
@@ -225,18 +338,35 @@ def test_log_densities_have_no_lowest_value():
     assert not correct(TOKEN_IS, train, rollout, torch.ones(1, 2)).mask.any()
 
 
-def test_empty_batches_and_sequences():
-    config = RolloutCorrectionConfig(
-        use_tis=True, use_rs=True, rs_veto_threshold=1e-4, tis_batch_normalize=True
-    )
-    assert correct(config, [], [], []).weights == []
-    padded = correct(config, torch.zeros(0, 4), torch.zeros(0, 4), torch.zeros(0, 4))
-    assert (padded.weights.dtype, padded.mask.dtype) == (torch.float32, torch.bool)
-    assert padded.weights.shape == (0, 4) and padded.statistics.metrics() == {}
-    packed = correct(config, torch.zeros(0), torch.zeros(0), torch.zeros(0), lengths=[0, 0])
-    assert packed.mask.shape == (0,) and packed.accepted_per_sequence.tolist() == [0, 0]
-    masked = correct(config, [torch.zeros(3)], [torch.zeros(3)], [torch.zeros(3)])
-    assert masked.weights[0].tolist() == [0, 0, 0] and masked.statistics.metrics() == {}
+EVERY_OPTION = RolloutCorrectionConfig(
+    use_tis=True, use_rs=True, rs_veto_threshold=1e-4, tis_batch_normalize=True
+)
+
+
+def test_an_empty_list_of_sequences():
+    assert correct(EVERY_OPTION, [], [], []).weights == []
+
+
+def test_a_padded_batch_without_sequences():
+    empty = torch.zeros(0, 4)
+    correction = correct(EVERY_OPTION, empty, empty, empty)
+    assert correction.weights.dtype == torch.float32
+    assert correction.mask.dtype == torch.bool
+    assert correction.weights.shape == (0, 4)
+    assert correction.statistics.metrics() == {}
+
+
+def test_packed_sequences_without_tokens():
+    empty = torch.zeros(0)
+    correction = correct(EVERY_OPTION, empty, empty, empty, lengths=[0, 0])
+    assert correction.mask.shape == (0,)
+    assert correction.accepted_per_sequence.tolist() == [0, 0]
+
+
+def test_a_sequence_without_trained_tokens():
+    correction = correct(EVERY_OPTION, [torch.zeros(3)], [torch.zeros(3)], [torch.zeros(3)])
+    assert correction.weights[0].tolist() == [0, 0, 0]
+    assert correction.statistics.metrics() == {}
 
 
 ROW, ONES = torch.zeros(1, 2), torch.ones(1, 2)
@@ -304,23 +434,30 @@ def test_a_mean_weight_that_nothing_can_be_divided_by(factor):
     assert weights.tolist() == ([[0.0, 0.0]] if factor == INF else [[1.0, 1.0]])
 
 
-def test_lengths_of_lists_and_a_configuration_of_verl_are_refused():
+def test_lengths_of_lists_are_refused():
+    two = [torch.zeros(2)]
     with pytest.raises(ValueError, match="pass lengths with packed"):
-        correct(TOKEN_IS, [torch.zeros(2)], [torch.zeros(2)], [torch.ones(2)], lengths=[2])
+        correct(TOKEN_IS, two, two, [torch.ones(2)], lengths=[2])
+
+
+def test_a_configuration_of_verl_is_refused():
     with pytest.raises(TypeError, match=r"pass a slime_tis\.RolloutCorrectionConfig"):
-        correct(VerlConfig.pg_is(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
-    assert correct(
-        VerlConfig.pg_is().to_config(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)
-    ).mask.all()
+        correct(VerlConfig.pg_is(), ROW, ROW, ONES)
+
+
+def test_a_converted_configuration_of_verl_is_accepted():
+    assert correct(VerlConfig.pg_is().to_config(), ROW, ROW, ONES).mask.all()
 
 
 def test_no_gradient_flows():
     config = RolloutCorrectionConfig(use_tis=True, use_rs=True, tis_batch_normalize=True)
     train = torch.tensor([-1.0, -2.0], requires_grad=True)
-    found = correct(config, [train], [torch.tensor([-1.5, -2.0])], [torch.ones(2)])
-    assert not found.weights[0].requires_grad and not found.statistics.sums.requires_grad
-    (found.weights[0] * train).sum().backward()
-    assert train.grad is not None and train.grad.tolist() == found.weights[0].tolist()
+    correction = correct(config, [train], [torch.tensor([-1.5, -2.0])], [torch.ones(2)])
+    assert not correction.weights[0].requires_grad
+    assert not correction.statistics.sums.requires_grad
+    (correction.weights[0] * train).sum().backward()
+    assert train.grad is not None
+    assert train.grad.tolist() == correction.weights[0].tolist()
 
 
 def test_sum_of_log_ratios_over_long_sequences():
