@@ -73,7 +73,7 @@ MOE_SIZES = {
 
 
 def make_tokenizer(*, adds_bos=False):
-    """A byte-level BPE without merges: every character is a token; `adds_bos` puts `<bos>` before a text as Llama's."""
+    """A byte-level BPE without merges: every character is a token; `adds_bos` as in Llama's."""
     characters = [
         "Ġ" if character == " " else character for character in CHARACTERS
     ]  # byte-level space
@@ -86,7 +86,7 @@ def make_tokenizer(*, adds_bos=False):
 
 
 def make_checkpoint(path, family, *, seed=0, **sizes):
-    """Writes a random float32 model of `family` with its tokenizer to `path`, and returns that path.
+    """Writes a random float32 model of a family with a tokenizer to `path`, and returns it.
 
     Weights are ten times larger than the families' initialization, so that the next-token
     distribution is far from uniform. Norm weights and biases differ from 1 and 0, so that a
@@ -120,7 +120,7 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
 
 
 def make_task(directory, architecture="Qwen3ForCausalLM"):
-    """A directory with the files that a recipe names: checkpoint/config.json, train.jsonl and eval.jsonl."""
+    """The files that a recipe names: checkpoint/config.json, train.jsonl and eval.jsonl."""
     (directory / "checkpoint").mkdir(parents=True, exist_ok=True)
     (directory / "checkpoint" / "config.json").write_text(
         json.dumps({"architectures": [architecture]})

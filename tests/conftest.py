@@ -29,7 +29,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Postpones the search for garbage while modules are imported: a million objects, of which none is garbage.
+    """Postpones garbage collection while modules are imported: a million objects, no garbage.
 
     From here on tests make their tensors on the device, those of a module's constants too.
     """
@@ -43,7 +43,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Omits tests that start ranks of gloo, where the tensors of this process are on another device."""
+    """Omits tests of gloo ranks if this process has its tensors on another device."""
     if config.getoption("device") == "cpu":
         return
     for item in items:
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Leaves the imported modules out of every search, and starts the fork server where tests need it."""
+    """Leaves imported modules out of garbage collection, and starts the fork server if needed."""
     gc.freeze()
     gc.enable()
     used = {
@@ -74,7 +74,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="module", autouse=True)
 def collected():
-    """Process groups that a file of tests leaves lie in reference cycles, and each of gloo's has three threads."""
+    """Frees process groups in reference cycles; each of gloo's has three threads."""
     yield
     gc.collect()
 

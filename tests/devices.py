@@ -1,4 +1,4 @@
-"""The device of the tests' tensors: `pytest --device cuda`, or `--device simulated`, which needs no GPU.
+"""The device of tensors: `pytest --device cuda`, or `--device simulated`, which needs no GPU.
 
 Tensors that a test makes without a device are made on the CPU, so that they are equal on every
 device, and moved. Tensors that the package makes without a device stay on the CPU, as for a user,

@@ -1,4 +1,4 @@
-"""Runs of train.py on a tiny random model, in this process or under torchrun, for tests that look at the metrics."""
+"""Runs of train.py on a tiny random model, in this process or under torchrun."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ def reward(args, sample):
 
 
 def make_task(directory, family="qwen3", prompts=16, **sizes):
-    """A checkpoint, prompts of several lengths and a reward without ties; the flags that train on them."""
+    """Makes a checkpoint, prompts and a reward without ties; returns flags that train on them."""
     from tests.checkpoints import (
         make_checkpoint,
     )  # slow to import, and this file is part of every session
@@ -67,7 +67,7 @@ def make_task(directory, family="qwen3", prompts=16, **sizes):
 
 
 def with_sglang(flags):
-    """The flags of a task with SGLang servers, which get weights over the disk, instead of the local engine."""
+    """A task's flags with SGLang servers, updated over the disk, instead of the local engine."""
     place = flags.index("--rollout-precision")
     return [
         *flags[:place],
@@ -153,7 +153,7 @@ class Started:
 
 
 def run_apart(flags, output, ranks=1, timeout=600):
-    """Runs train.py in `ranks` new processes, which are forked from one that imported the libraries already.
+    """Runs train.py in `ranks` processes, forked from one that has imported the libraries.
 
     Forked from a process that has never run autograd (multiprocessing's fork server), each run
     starts in milliseconds instead of the nine seconds of imports.
@@ -162,7 +162,7 @@ def run_apart(flags, output, ranks=1, timeout=600):
 
 
 def start_apart(flags, output, ranks=1, prepare=None):
-    """Starts train.py as `run_apart` does. The logs are next to `output`: NAME.out, or NAME.RANK.out.
+    """Starts train.py like `run_apart`; logs are next to `output`: NAME.out or NAME.RANK.out.
 
     `prepare` is called in each process before the run.
     """
@@ -202,7 +202,7 @@ def start_fork_server():
 
 
 def _fork_instead(path, arguments, descriptors):
-    """Runs the code of a `python -c …` in a fork of this process, with the descriptors that it is to have."""
+    """Runs the code of a `python -c …` in a fork of this process, with its descriptors."""
     pid = os.fork()
     if pid:
         return pid
@@ -224,7 +224,7 @@ def _fork_instead(path, arguments, descriptors):
 
 
 def spawn(function, args, nprocs):
-    """Calls `function(rank, *args)` in `nprocs` forked processes, and fails where one of them does."""
+    """Calls `function(rank, *args)` in `nprocs` forked processes, and fails if one fails."""
     import torch.multiprocessing
 
     fork_server()

@@ -7,7 +7,7 @@ from slime_tis.trainer.data.sample_file import from_dict, to_dict
 
 
 def make_sample(prompt, response_ids, **fields):
-    """A completed sample of a prompt; log-probs of −1 and weights of version 0, all of it trained on."""
+    """A completed sample of a prompt: log-probs −1, version 0, all tokens trained."""
     length = len(response_ids)
     values = {
         "prompt_row": prompt,

@@ -25,8 +25,11 @@ OBSERVATIONS = [[4], [5, 6], [12, 4, 5]]
 
 async def eight_turns(args, sample, sampling_params, engine):
     for turn in range(8):
-        out = await engine.generate(sample.tokens, {**sampling_params, "max_new_tokens": 1 + (turn + sample.index) % 3})
-        sample.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
+        options = {**sampling_params, "max_new_tokens": 1 + (turn + sample.index) % 3}
+        out = await engine.generate(sample.tokens, options)
+        sample.append_response_tokens(
+            args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text
+        )
         if turn < 7:
             sample.append_response_tokens(args, tokens=OBSERVATIONS[turn % 3], trainable=False)
     return sample
@@ -65,8 +68,11 @@ async def segments(args, sample, sampling_params, engine):
         return whole
     compacted = whole.tokens[-5:]
     out = await engine.generate(compacted, {"max_new_tokens": 4})
-    second = Sample(prompt=[{"role": "user", "content": "so far"}], tokens=compacted, reward=out.token_ids[0] / 50)
-    second.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
+    prompt = [{"role": "user", "content": "so far"}]
+    second = Sample(prompt=prompt, tokens=compacted, reward=out.token_ids[0] / 50)
+    second.append_response_tokens(
+        args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text
+    )
     return [whole, second]
 
 

@@ -1,4 +1,4 @@
-"""Markdown pages: links, flags, commands, YAML, Python and metrics are those of the program; README in its order."""
+"""Markdown pages: links, flags, commands, YAML, Python and metrics match the program."""
 
 import importlib.util
 import math
@@ -221,7 +221,7 @@ def test_python_on_the_library_page_runs(process_group):
 
 
 def test_python_on_the_page_for_verl_runs():
-    """Each block continues the ones before it; the tensors are those of a batch with a masked token."""
+    """Each block continues the ones before it; the tensors have a masked token."""
     log_prob = torch.tensor([[-1.0, -2.0], [-0.5, -1.0]], requires_grad=True)
     found = {
         "log_prob": log_prob,
@@ -323,7 +323,7 @@ def test_the_five_lines_run(layout, rejected):
 
 
 def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path, monkeypatch):
-    """Commands are parsed where only the data exist that earlier blocks make; Python runs, each block by itself."""
+    """Commands are parsed with the data that earlier blocks make; Python blocks are run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "studies").symlink_to(ROOT / "studies")
@@ -427,11 +427,12 @@ def test_commands_name_existing_modules(page):
 
 
 OTHER_PROGRAMS = """
---index-url --logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
---enable-deterministic-inference --enable-return-routed-experts --moe-runner-backend --log-ratio-scale --dtype
---compare --json --out --seeds --without-checkpoint --experts --prompts --steps --every --held-out --plant-at --engines
---device --stages --model --other-checkpoint --fail-on --demo --only --sample
---world-size --gpu-memory --bandwidth --master-port --master-addr --node-rank
+--index-url --logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal
+--signals-to-handle --enable-deterministic-inference --enable-return-routed-experts
+--moe-runner-backend --log-ratio-scale --dtype --compare --json --out --seeds --without-checkpoint
+--experts --prompts --steps --every --held-out --plant-at --engines --device --stages --model
+--other-checkpoint --fail-on --demo --only --sample --world-size --gpu-memory --bandwidth
+--master-port --master-addr --node-rank
 """
 """Flags of tensorboard, pip, torchrun, Slurm, SGLang, pytest, examples/, benchmarks/, tools/, other
 `slime-tis …`."""

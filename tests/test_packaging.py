@@ -1,4 +1,4 @@
-"""What pip installs: every package of the tree, the version that the package says, and the console script."""
+"""What pip installs: every package, the right version, and the console script."""
 
 import tomllib
 from importlib.metadata import entry_points

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what their layouts and the rollout engine cannot do is refused before anything is built."""
+"""Mixtures of experts: impossible layouts and engines are refused before anything is built."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a run may write: checked before anything is built, with one message that says what is in the way."""
+"""Output paths are checked before anything is built, with one message that names the obstacle."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from slime_tis.trainer.cli.train_arguments import configure
 from slime_tis.trainer.storage.checkpoint_files import MANIFEST, TRAINER_STATE
 
 FLAGS = """
---hf-checkpoint data/model --ref-load data/ref --use-kl-loss --kl-loss-coef 0.1 --prompt-data data/train.jsonl
+--hf-checkpoint data/model --ref-load data/ref --use-kl-loss --kl-loss-coef 0.1
+--prompt-data data/train.jsonl
 --eval-prompt-data e data/eval.jsonl --rm-type exact_match --num-rollout 1 --rollout-batch-size 4
 --n-samples-per-prompt 2 --rollout-max-response-len 12
 """
@@ -24,7 +25,7 @@ FLAGS = """
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """A model, data and checkpoints of an earlier run below the working directory; the flags that every run needs."""
+    """A model, data and earlier checkpoints in the working directory; returns the common flags."""
     monkeypatch.chdir(tmp_path)
     for directory in (
         "data/model",

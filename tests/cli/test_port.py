@@ -1,4 +1,4 @@
-"""slime-tis port: the words that bash would pass to training, what becomes of them, and nothing executed."""
+"""slime-tis port: the words that bash would pass to training, converted and never executed."""
 
 import shlex
 

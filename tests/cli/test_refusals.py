@@ -1,4 +1,4 @@
-"""Command lines that are refused, and accepted ones with warnings; files that are checked before a run."""
+"""Refused command lines, accepted ones with warnings, and files that are checked before a run."""
 
 import shlex
 

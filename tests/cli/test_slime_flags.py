@@ -1,4 +1,4 @@
-"""Flags that this program lacks: refused all at once in groups, or compared with config.json and accepted."""
+"""Flags that this program lacks: refused in groups, or compared with config.json and accepted."""
 
 import shlex
 

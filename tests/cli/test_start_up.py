@@ -1,4 +1,4 @@
-"""What a process imports before its command line is accepted, and the commands where packages are missing."""
+"""Imports before the command line is accepted, and commands without optional packages."""
 
 import ast
 import subprocess
@@ -116,7 +116,8 @@ ALL = (
 )
 """Packages that a base install does not bring along."""
 FLAGS = """
---hf-checkpoint model --prompt-data rows.jsonl --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 2
+--hf-checkpoint model --prompt-data rows.jsonl --num-rollout 1 --rollout-batch-size 1
+--n-samples-per-prompt 2
 --rollout-max-response-len 4 --rm-type exact_match
 """
 DUMP = '{"train_log_probs": [-1.0, -0.5], "rollout_log_probs": [-1.1, -0.5], "loss_mask": [1, 1]}\n'

@@ -6,7 +6,7 @@ from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
 
 def full_table():
-    """Three samples of 3, 0 and 2 tokens with every column; the second token of the first sample is masked."""
+    """Samples of 3, 0 and 2 tokens with every column; the second token is masked."""
     parts = [
         SampleParts(
             train_log_prob=[-1.0, 0.0, -2.5],

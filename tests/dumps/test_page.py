@@ -48,7 +48,7 @@ def test_the_examples_run(tmp_path, monkeypatch, capsys, index):
 
 
 def test_the_verl_patch_writes_readable_generations(tmp_path):
-    """verl 0.9.1's call: reward lists and a padded batch in, a row per sample with each list's own entry out."""
+    """verl 0.9.1's call: reward lists and a padded batch become a row per sample."""
 
     class Trainer:
         def _log_rollout_data(self, batch, reward_extra_infos_dict, timing_raw, rollout_data_dir):

@@ -139,7 +139,7 @@ def test_a_compressed_pt_file_is_refused(tmp_path):
 
 
 def nemo_row(index, **changes):
-    """A row as NeMo-RL's log_batched_dict_as_jsonl writes it: every value in a list of one, padded to 6 tokens."""
+    """A row of NeMo-RL's log_batched_dict_as_jsonl: values in lists of one, padded to 6 tokens."""
     row = {
         "content": ["text"],
         "rewards": [1.0],

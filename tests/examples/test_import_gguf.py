@@ -1,4 +1,4 @@
-"""import-gguf: logits and tokens equal those of the source model, and damaged or unsupported files are refused."""
+"""import-gguf: logits and tokens equal the source model's; bad files are refused."""
 
 import json
 import os
@@ -28,7 +28,7 @@ TOKENS = torch.tensor([[1, 5, 9, 44, 17, 3, 60, 21]])
 
 
 def make_source(directory, family, **sizes):
-    """A checkpoint of tests.checkpoints whose tokenizer has one merge, `1` and `2`, instead of its last letter."""
+    """A checkpoint whose tokenizer has one merge, `1` and `2`, instead of its last letter."""
     make_checkpoint(directory, family, **sizes)
     characters = ["Ġ" if character == " " else character for character in CHARACTERS[:-1]]
     vocabulary = {
@@ -46,7 +46,7 @@ def make_source(directory, family, **sizes):
 
 
 def write_gguf(directory, family, *, kind="F32", drop="", tied=False, **metadata):
-    """Writes `source` and `model.gguf` as llama.cpp does; returns the model that the GGUF file contains.
+    """Writes `source` and `model.gguf` as llama.cpp does; returns the model of the GGUF file.
 
     Matrices have the type `kind`. The tensor `drop` is omitted. `metadata` has further keys, with
     `__` for the dots; None removes a key.
@@ -290,7 +290,7 @@ def test_unsupported_models_are_refused(tmp_path, change, message):
 
 
 def header(*arrays, tail=b""):
-    """The beginning of a llama file: an architecture, and arrays by key, type of the entries, and number."""
+    """The beginning of a llama file: an architecture, and arrays by key, type and number."""
     text = [struct.pack("<Q", len(part)) + part for part in (b"general.architecture", b"llama")]
     pairs = [text[0] + struct.pack("<I", 8) + text[1]]
     for key, kind, number in arrays:

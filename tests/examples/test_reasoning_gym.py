@@ -1,4 +1,4 @@
-"""reasoning-gym as prompts and reward: its own scores, disjoint rows, levels, and nothing run as code."""
+"""reasoning-gym as prompts and reward: scores, disjoint rows, levels, and no code run."""
 
 import ast
 import inspect
@@ -82,7 +82,7 @@ def test_what_a_dataset_cannot_score_counts_as_0(caplog):
 
 
 def test_datasets_that_run_text_as_code_are_refused():
-    """Every call in the package that runs text is in a dataset that is refused, or runs what the package generated."""
+    """Calls that run text are in refused datasets, or run text that the package generated."""
     found = set()
     for file in Path(inspect.getfile(reasoning_gym)).parent.rglob("*.py"):
         calls = [

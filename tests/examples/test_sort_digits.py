@@ -1,4 +1,4 @@
-"""The examples sort_digits and sort_digits_moe, at a size that trains in seconds: data, runs, picture and table."""
+"""The examples sort_digits and sort_digits_moe, at a size that trains in seconds."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The example of an agent with a calculator, at a size that runs in seconds: tool, data, and a run of two steps."""
+"""The example of an agent with a calculator, at a size that runs in seconds."""
 
 import asyncio
 import random

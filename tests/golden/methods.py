@@ -1,4 +1,4 @@
-"""Cases of methods_2026.json: inputs and outputs of the peers' own code (README of the shared golden files)."""
+"""Cases of methods_2026.json: inputs and outputs of peers' code."""
 
 import json
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Case:
 
 
 def cases(method, *, without="", **params):
-    """The parameter list of a test over the cases of a method whose parameters include these, and not one name."""
+    """Parameters of a test: a method's cases with these parameters, without one name."""
     (entry,) = [entry for entry in FILE["methods"] if entry["name"] == method]
     chosen = [
         Case(params=case["params"], outputs=case, batch=case["batch"])

@@ -1,4 +1,4 @@
-"""Losses and KL estimates at extreme log-ratios: value and gradient are finite, and right where a clip acts."""
+"""Losses and KL estimates at extreme log-ratios: finite, and right if a clip acts."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A dump with every column, masked tokens and hostile text, and a run directory that belongs to it."""
+"""A dump with every column, masked tokens and hostile text, and its run directory."""
 
 import json
 
@@ -16,7 +16,7 @@ SAMPLES = 24
 
 
 def make_table(samples=SAMPLES, tokens=24):
-    """Samples in groups of four, two groups in a step; of every fifth four tokens are masked, with −30 nats."""
+    """Two groups of four samples per step; every fifth has four masked tokens with −30 nats."""
     chance = np.random.default_rng(0)
     parts = []
     for i in range(samples):
@@ -59,7 +59,7 @@ def make_table(samples=SAMPLES, tokens=24):
 
 
 def make_run(directory, steps=20):
-    """A run directory with metrics, a warning at steps 8 to 11, and dumps where its configuration names them."""
+    """A run directory with metrics, a warning at steps 8 to 11, and the configured dumps."""
     (directory / "dumps").mkdir(parents=True)
     rows = []
     for step in range(steps):

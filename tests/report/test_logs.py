@@ -1,4 +1,4 @@
-"""Logs of other programs, written by these programs or as they write them, in the commands of the analysis."""
+"""Logs of other programs, written by them or in their format, in the analysis commands."""
 
 import csv
 import json

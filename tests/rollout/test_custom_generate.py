@@ -79,7 +79,9 @@ async def generate(args, sample, sampling_params, engine):
 """
 TURN = """
     out = await engine.generate(sample.tokens, {"max_new_tokens": 2})
-    sample.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
+    sample.append_response_tokens(
+        args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text
+    )
 """
 Call = Callable[..., list[Sample]]
 

@@ -258,7 +258,7 @@ WRONG_ROLLOUTS = {
     "sample.tokens[-1] = 300": "gave the token 300; the vocabulary ends at 299",
     "sample.reward = 1e308": "gave the reward 1e+308; it must be a finite number of at most 1e+150",
     "data_source.add_samples(groups)": "raised RuntimeError: prompts of a file are read-only",
-    "metrics = {'a': float('nan')}": "returned {'rollout/a': nan} as metrics; return finite numbers",
+    "metrics = {'a': float('nan')}": "returned {'rollout/a': nan} as metrics; return finite",
 }
 
 

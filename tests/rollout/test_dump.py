@@ -1,4 +1,4 @@
-"""Samples in files, and their inspections between engine and learner: sampling masks and staleness."""
+"""Samples in files, and their checks before training: sampling masks and staleness."""
 
 import json
 import math
@@ -196,7 +196,7 @@ def test_tokens_of_the_prompt_are_stored_once(tmp_path, segments):
 
 
 def with_sets(sets: list[list[int]] | None) -> Sample:
-    """A sample of the tokens 4 (trained) and 5 (masked), with the sets that they were drawn from."""
+    """A sample of the tokens 4 (trained) and 5 (masked), with their sampling sets."""
     sampling_mask = None
     if sets is not None:
         sampling_mask = SamplingMask.from_sets(sets)

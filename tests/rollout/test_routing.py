@@ -1,4 +1,4 @@
-"""Mixtures of experts in the in-process engine: recorded routing, and weights by the names of the file."""
+"""Mixtures of experts in the in-process engine: recorded routing, and weights by name."""
 
 import shutil
 from collections.abc import Sequence

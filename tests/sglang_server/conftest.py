@@ -83,7 +83,7 @@ def two_servers(started):
 
 @pytest.fixture
 def make_engine(checkpoint, reference, tmp_path):
-    """Makes engines, on given servers or ones that they start; they push the reference's weights as version 0."""
+    """Makes engines on given or launched servers, with the reference's weights as version 0."""
     with ExitStack() as engines:
 
         def make(*servers, weights=reference.named_tensors, push=True, sampling=None, **options):

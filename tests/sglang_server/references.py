@@ -26,12 +26,12 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, sample):
-        """[tokens, vocabulary] in double precision: those that each token of a response was sampled from."""
+        """[tokens, vocabulary] in double precision, for each token of a response."""
         ids, start = torch.tensor([sample.tokens]), len(sample.row.token_ids)
         return self._model(ids).logits[0, start - 1 : -1].double()
 
     def gap_over_sets(self, sample, versions, temperature=1.0):
-        """Largest difference to what the server said of the tokens of these versions, over the sets of their masks."""
+        """Largest difference to the server's log-probs of these versions, over the sampling sets."""
         assert sample.sampling_mask is not None
         rows = zip(
             self.logits(sample) / temperature,

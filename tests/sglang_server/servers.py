@@ -1,4 +1,4 @@
-"""Real SGLang servers as a user would have started them: by hand, before the run, from their own environment."""
+"""Real SGLang servers, started by hand before the run, from a separate environment."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def server_environment():
 
 
 class RealServer:
-    """A server on the loopback; `wait` for it, and `stop` or `kill` it, by the process that was started."""
+    """A server on the loopback; `wait` for it, and `stop` or `kill` its process."""
 
     def __init__(self, checkpoint, log, *flags, port=None):
         """Starts it, without waiting; `port` is a free one when not given."""

@@ -85,7 +85,7 @@ def engine(served, tmp_path):
 
 
 def assert_experts(sample, references):
-    """Every row is the choice of the weights that sampled the next token, after all tokens before it.
+    """Every row is the choice of the weights that sampled the next token.
 
     Rows whose router hesitates between two experts may differ; there are next to none in float32.
     """
@@ -197,7 +197,7 @@ def truncated(**filters):
 
 
 def expected_sizes(reference, sample, sampling):
-    """The number of tokens that SGLang leaves: top-p is of the whole distribution, and does not follow top-k."""
+    """The number of tokens that SGLang leaves: top-p applies to the full distribution."""
     probs = (
         (reference.logits(sample) / sampling.temperature)
         .softmax(-1)

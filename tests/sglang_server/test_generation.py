@@ -1,4 +1,4 @@
-"""Real servers: samples and log-probs, functions of several turns, new weights, and a server that dies."""
+"""Real servers: samples, functions of several turns, new weights, and a server that dies."""
 
 import dataclasses
 import time
@@ -112,7 +112,7 @@ DIGITS = [str(digit) for digit in range(10)]
 
 
 async def three_turns(sample, engine):
-    """Answers that end at a digit, an end of sequence or after 24 tokens, with observations between them."""
+    """Answers of at most 24 tokens that end at a digit or EOS, with observations between them."""
     for turn in range(3):
         answer = await engine.generate(sample.tokens, {"stop": DIGITS, "max_new_tokens": 24})
         sample.append_response_tokens(

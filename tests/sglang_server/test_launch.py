@@ -1,4 +1,4 @@
-"""Servers that the engine starts, and SGLang's model gateway (package smg) in front of two test servers."""
+"""Servers that the engine starts, and SGLang's model gateway (smg) before two test servers."""
 
 import subprocess
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Whole runs of train.py on a real server: bf16 there, fp32 in training; also with the experts that it chose."""
+"""Runs of train.py on a real server: bf16 there, fp32 in training; also with its experts."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Bias and variance of gradient estimators: moments by counts against all responses one by one, and simulation."""
+"""Bias and variance of gradient estimators: counts against enumeration and simulation."""
 
 import dataclasses
 import itertools

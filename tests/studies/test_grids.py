@@ -1,4 +1,4 @@
-"""Studies: train.py accepts the flags of every case, and the pages show the tables of the results."""
+"""Studies: train.py accepts every case's flags, and the pages show the tables of results."""
 
 import json
 import re

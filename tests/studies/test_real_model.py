@@ -1,4 +1,4 @@
-"""The arithmetic of the studies: rejection bounds, the real-model study, and the study of collapse."""
+"""The arithmetic of the studies of rejection bounds, a real model, and collapse."""
 
 import itertools
 import math
