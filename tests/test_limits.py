@@ -8,7 +8,8 @@ import pytest
 
 from slime_tis.options.fields import Limits, check_fields, field_types, flag
 
-INFINITE, NAN = math.inf, math.nan
+INFINITE = math.inf
+NAN = math.nan
 
 CASES = [
     (Limits(ge=1, le=4096), "1 to 4096", [1, 4096], [0, 4097, -1, INFINITE, -INFINITE, NAN]),
@@ -34,13 +35,24 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("limits", "words", "inside", "outside"), CASES, ids=[case[1] for case in CASES]
+each_case = pytest.mark.parametrize(
+    ("limits", "words", "inside", "outside"), CASES, ids=[words for _, words, _, _ in CASES]
 )
-def test_limits(limits, words, inside, outside):
+
+
+@each_case
+def test_limits_in_words(limits, words, inside, outside):
     assert str(limits) == words
-    assert [value for value in inside if not limits.allow(value)] == []
-    assert [value for value in outside if limits.allow(value)] == []
+
+
+@each_case
+def test_values_within_limits_are_allowed(limits, words, inside, outside):
+    assert all(limits.allow(value) for value in inside)
+
+
+@each_case
+def test_values_outside_of_limits_are_not_allowed(limits, words, inside, outside):
+    assert not any(limits.allow(value) for value in outside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +90,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_config_refuses_what_its_annotations_exclude(case):
-    values, message = REFUSED[case]
+@pytest.mark.parametrize(("values", "message"), REFUSED.values(), ids=REFUSED)
+def test_values_outside_of_the_annotations_are_refused(values, message):
     with pytest.raises(ValueError) as error:
         Sizes(**values)
     assert str(error.value) == message
@@ -95,19 +106,37 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("values", ACCEPTED, ids=str)
-def test_a_config_takes_what_its_annotations_allow(values):
-    assert {name: getattr(Sizes(**values), name) for name in values} == values
+def test_values_of_the_annotations_are_accepted(values):
+    sizes = Sizes(**values)
+    assert {name: getattr(sizes, name) for name in values} == values
 
 
-def test_the_types_of_fields():
-    found = field_types(Sizes)
-    assert [str(found[name]) for name in ("width", "ids", "shape", "filled", "name")] == [
-        "a whole number, 1 to 9",
-        "a list, each a whole number, 0 to 7",
-        "one of square, round",
-        "true or false",
-        "text",
-    ]
-    assert found["edge"].optional and found["edge"].choices == ("thin", "thick")
-    assert found["ids"].is_list and found["ids"].item is int
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("width", "a whole number, 1 to 9"),
+        ("ids", "a list, each a whole number, 0 to 7"),
+        ("shape", "one of square, round"),
+        ("filled", "true or false"),
+        ("name", "text"),
+    ],
+    ids=["number", "list", "choice", "switch", "text"],
+)
+def test_types_in_words(name, words):
+    assert str(field_types(Sizes)[name]) == words
+
+
+def test_the_type_of_an_optional_choice():
+    edge = field_types(Sizes)["edge"]
+    assert edge.optional
+    assert edge.choices == ("thin", "thick")
+
+
+def test_the_type_of_a_list():
+    ids = field_types(Sizes)["ids"]
+    assert ids.is_list
+    assert ids.item is int
+
+
+def test_a_flag_has_dashes():
     assert flag("use_tis") == "--use-tis"
