@@ -1,9 +1,11 @@
 """Health warnings: each rule on the metrics of one step, and when warnings begin and end."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.health import STEP_RULES, Health, evaluate
+from slime_tis.health import STEP_RULES, Finding, Health, evaluate
 
 TIS = RolloutCorrectionConfig(use_tis=True)
 NO_CORRECTION = RolloutCorrectionConfig()
@@ -43,7 +45,12 @@ BAD = {
 """Rule: its metric, a bad value, steps until the warning, and a part of the message."""
 
 
-def messages(health, rows):
+ZERO_GRADIENT = GOOD | {"train/grad_norm": 0.0}
+EQUAL_REWARDS = GOOD | {"rollout/zero_std_groups": 1.0, "rollout/raw_reward": 0.0}
+
+
+def messages(health: Health, rows: Iterable[dict[str, float]]) -> list[tuple[int, str]]:
+    """Returns the step and the text of every message for consecutive steps."""
     return [
         (step, message)
         for step, row in enumerate(rows, start=1)
@@ -51,97 +58,168 @@ def messages(health, rows):
     ]
 
 
-def causes(row, config=TIS):
+def causes(row: dict[str, float], config: RolloutCorrectionConfig = TIS) -> list[str]:
+    """Returns the rules that find a problem in the metrics of one step."""
     return [name for name, finding in evaluate(STEP_RULES, row, config).items() if finding]
 
 
-def test_values_at_the_limits_and_missing_or_nan_metrics_are_healthy():
-    assert messages(Health(TIS), [GOOD] * 50) == []
+def test_values_at_the_limits_are_healthy():
     assert Health(TIS).check(GOOD) == ({}, [])
+
+
+def test_a_healthy_run_has_no_messages():
+    assert messages(Health(TIS), [GOOD] * 50) == []
+
+
+def test_a_step_without_metrics_is_healthy():
     assert evaluate(STEP_RULES, {}, NO_CORRECTION) == {}
+
+
+def test_steps_without_metrics_do_not_end_a_finding():
     health = Health(TIS)
-    assert len(messages(health, [GOOD | {"train/grad_norm": 0.0}])) == 1
+    assert len(messages(health, [ZERO_GRADIENT])) == 1
     assert messages(health, [{}] * 30) == []
-    assert causes(dict.fromkeys(GOOD, float("nan")) | {"train/nonfinite_gradient_steps": 1.0}) == [
-        "nonfinite_gradient"
-    ]
+
+
+def test_metrics_that_are_nan_are_healthy():
+    row = dict.fromkeys(GOOD, float("nan"))
+    row["train/nonfinite_gradient_steps"] = 1.0
+    assert causes(row) == ["nonfinite_gradient"]
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_finding_is_printed_once_and_marks_every_step(name):
+def test_a_finding_that_lasts_is_printed_once(name):
+    metric, value, after, _ = BAD[name]
+    health = Health(TIS)
+    bad = GOOD | {metric: value}
+    printed = [len(health.check(bad)[1]) for _ in range(after + 5)]
+    assert printed == [0] * (after - 1) + [1] + [0] * 5
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_message_has_the_metric_the_value_and_advice(name):
     metric, value, after, text = BAD[name]
+    ((_, message),) = messages(Health(TIS), [GOOD | {metric: value}] * after)
+    assert message.startswith(f"{metric} is {value:.3g}: ")
+    assert text in message
+    assert message.endswith(".")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_finding_marks_each_step_at_which_it_holds(name):
+    metric, value, after, _ = BAD[name]
     health = Health(TIS)
-    rows = [health.check(GOOD | {metric: value}) for _ in range(after + 5)]
-    assert [len(found) for _, found in rows] == [0] * (after - 1) + [1] + [0] * 5
-    (message,) = rows[after - 1][1]
-    assert (
-        message.startswith(f"{metric} is {value:.3g}: ")
-        and text in message
-        and message.endswith(".")
-    )
-    assert [metrics for metrics, _ in rows] == [{}] * (after - 1) + [{f"health/{name}": 1.0}] * 6
+    bad = GOOD | {metric: value}
+    marks = [health.check(bad)[0] for _ in range(after + 5)]
+    assert marks == [{}] * (after - 1) + [{f"health/{name}": 1.0}] * 6
 
 
-def test_a_finding_that_comes_and_goes_does_not_flap():
-    bad = GOOD | {"train/grad_norm": 0.0}
+@pytest.fixture
+def intermittent() -> Health:
+    """Health after a finding at steps 1, 3 and 13."""
     health = Health(TIS)
-    assert len(messages(health, [bad, GOOD, bad, *[GOOD] * 9, bad])) == 1
-    reports = [health.check(GOOD) for _ in range(12)]
-    assert [len(found) for _, found in reports] == [0] * 9 + [1, 0, 0]
-    assert [metrics for metrics, _ in reports] == [{"health/zero_gradient": 1.0}] * 9 + [
-        {"health/zero_gradient": 0.0},
-        {},
-        {},
-    ]
+    rows = [ZERO_GRADIENT, GOOD, ZERO_GRADIENT, *[GOOD] * 9, ZERO_GRADIENT]
+    assert len(messages(health, rows)) == 1
+    return health
 
 
-def test_messages_fit_the_mode_and_the_cause():
+def test_a_finding_that_recurs_ends_once(intermittent):
+    printed = [len(intermittent.check(GOOD)[1]) for _ in range(12)]
+    assert printed == [0] * 9 + [1, 0, 0]
+
+
+def test_a_finding_that_recurs_is_marked_until_it_ends(intermittent):
+    marks = [intermittent.check(GOOD)[0] for _ in range(12)]
+    held = [{"health/zero_gradient": 1.0}] * 9
+    assert marks == [*held, {"health/zero_gradient": 0.0}, {}, {}]
+
+
+def findings_if_all_is_rejected(retokenized: float) -> dict[str, Finding | None]:
+    """Findings of a skipped step whose tokens are all rejected."""
     row = GOOD | {
         "train/grad_norm": 0.0,
         "train/skipped_steps": 1.0,
         "train/gradient_kept_fraction": 0.0,
+        "rollout/retokenized": retokenized,
     }
-    for retokenized, text in (
-        (0.0, "widen the bounds"),
-        (0.5, "widen the bounds"),
-        (1.0, "retokenized"),
-    ):
-        findings = evaluate(STEP_RULES, row | {"rollout/retokenized": retokenized}, TIS)
-        assert text in str(findings["zero_gradient"])
-        assert (findings["rejection"] is None) == (retokenized == 1)
-    assert "rejection" in causes(
-        GOOD | {"rollout/retokenized": 1.0, "train/gradient_kept_fraction": 0.4}
-    )
-    clip = RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_lower_bound=0.5)
-    row = GOOD | {"train/mis_clip_fraction_high": 0.2}
-    assert causes(row, clip) == ["at_bound"] and causes(row, TIS) == []
-    same = GOOD | {"rollout/zero_std_groups": 1.0, "rollout/raw_reward": 0.0}
-    found = [
-        step
-        for step, message in messages(Health(TIS), [same] * 12)
-        if "rollout/raw_reward is 0" in message
-    ]
-    assert found == [10]
-    varied = [same | {"rollout/raw_reward": step % 2 / 2} for step in range(30)]
-    assert not any("rollout/raw_reward" in message for _, message in messages(Health(TIS), varied))
+    return evaluate(STEP_RULES, row, TIS)
+
+
+@pytest.mark.parametrize(
+    ("retokenized", "text"),
+    [(0.0, "widen the bounds"), (0.5, "widen the bounds"), (1.0, "retokenized")],
+    ids=["no sample retokenized", "half retokenized", "all retokenized"],
+)
+def test_a_zero_gradient_message_fits_its_cause(retokenized, text):
+    assert text in str(findings_if_all_is_rejected(retokenized)["zero_gradient"])
+
+
+@pytest.mark.parametrize("retokenized", [0.0, 0.5], ids=["none", "half"])
+def test_a_complete_rejection_is_a_finding(retokenized):
+    assert findings_if_all_is_rejected(retokenized)["rejection"] is not None
+
+
+def test_rejection_of_only_retokenized_samples_is_no_finding():
+    assert findings_if_all_is_rejected(1.0)["rejection"] is None
+
+
+def test_a_partial_rejection_is_a_finding_if_all_is_retokenized():
+    row = GOOD | {"rollout/retokenized": 1.0, "train/gradient_kept_fraction": 0.4}
+    assert "rejection" in causes(row)
 
 
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (NO_CORRECTION, ["staleness"]),
-        (RolloutCorrectionConfig(get_mismatch_metrics=True), ["staleness"]),
+        (RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_lower_bound=0.5), ["at_bound"]),
         (TIS, []),
-        (RolloutCorrectionConfig(use_rollout_logprobs=True), []),
-        (RolloutCorrectionConfig(old_logprobs="interpolate"), []),
     ],
-    ids=["no correction", "metrics only", "TIS", "bypass", "interpolated old policy"],
+    ids=["clip", "truncate"],
 )
+def test_clipped_weights_are_a_finding_only_in_clip_mode(config, names):
+    assert causes(GOOD | {"train/mis_clip_fraction_high": 0.2}, config) == names
+
+
+def test_a_reward_that_never_changes_is_reported_after_ten_steps():
+    steps = [
+        step
+        for step, message in messages(Health(TIS), [EQUAL_REWARDS] * 12)
+        if "rollout/raw_reward is 0" in message
+    ]
+    assert steps == [10]
+
+
+def test_a_reward_that_changes_between_steps_is_healthy():
+    rows = [EQUAL_REWARDS | {"rollout/raw_reward": step % 2 / 2} for step in range(30)]
+    printed = messages(Health(TIS), rows)
+    assert not any("rollout/raw_reward" in message for _, message in printed)
+
+
+STALENESS = {
+    "no correction": (NO_CORRECTION, ["staleness"]),
+    "metrics only": (RolloutCorrectionConfig(get_mismatch_metrics=True), ["staleness"]),
+    "TIS": (TIS, []),
+    "bypass": (RolloutCorrectionConfig(use_rollout_logprobs=True), []),
+    "interpolated old policy": (RolloutCorrectionConfig(old_logprobs="interpolate"), []),
+}
+"""Configuration, and the rules that find a problem in stale samples."""
+
+
+@pytest.mark.parametrize(("config", "names"), STALENESS.values(), ids=STALENESS)
 def test_uncorrected_staleness_is_a_finding(config, names):
     assert causes(GOOD, config) == names
-    for metrics in (
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
         {"rollout/weight_staleness": 0.0},
         {"train/opsm_clipfrac": 0.0},
         {"train/rollout_pull": 0.1},
-    ):
-        assert "staleness" not in causes(GOOD | metrics, config)
+    ],
+    ids=["fresh weights", "masked by OPSM", "pulled to the sampling policy"],
+)
+@pytest.mark.parametrize("name", STALENESS)
+def test_absent_or_corrected_staleness_is_no_finding(name, metrics):
+    config, _ = STALENESS[name]
+    assert "staleness" not in causes(GOOD | metrics, config)
