@@ -1,10 +1,10 @@
-"""Whole and partial rollouts on servers: what is sampled, refused, in flight at the same time, and left at the end."""
+"""Complete and partial rollouts on servers: samples, refusals, concurrency and stragglers."""
 
 import logging
 import threading
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
-from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
+from slime_tis.trainer.engines.rollout_engine import RolloutEngine, RolloutUnavailable
 from slime_tis.trainer.engines.sglang.responses import Limits
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import (
     LAYERS,
+    FakeSGLang,
     continuation,
     fake_servers,
     log_prob,
@@ -33,6 +34,7 @@ from tests.rollout.sglang.rollouts import (
     PROMPTS,
     SAMPLING,
     ByHand,
+    Run,
     Weights,
     assert_exact,
     assert_log_probs,
@@ -44,18 +46,37 @@ from tests.runs import spawn
 from tests.samples import flat, make_sample, reloaded
 
 
-def test_samples_are_those_of_the_model_in_the_prompts_order(start, checkpoint):
+def test_samples_keep_the_order_of_the_prompts(start):
     run = start(3)
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(groups, PROMPTS)
     assert versions_of(groups) == {0}
+
+
+def test_responses_are_decoded_without_special_tokens(start, checkpoint):
+    run = start(3)
     decode = load_tokenizer(checkpoint).decode
-    assert [s.response for s in flat(groups)] == [
-        decode(s.response_ids, skip_special_tokens=True) for s in flat(groups)
-    ]
+    for sample in flat(run.engine.generate(PROMPTS, SAMPLING, seed=0)):
+        assert sample.response == decode(sample.response_ids, skip_special_tokens=True)
+
+
+def test_every_server_gets_requests(start):
+    run = start(3)
+    run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert min(len(server.requests) for server in run.servers) > 0
+
+
+def test_request_ids_differ(start):
+    run = start(3)
+    run.engine.generate(PROMPTS, SAMPLING, seed=0)
     ids = [body["rid"] for body in run.requests]
-    assert len(set(ids)) == len(ids) == 36 and len({len(request_id) for request_id in ids}) == 1
+    assert len(set(ids)) == len(ids) == 36
+    assert len({len(request_id) for request_id in ids}) == 1
+
+
+def test_a_rollout_without_faults_has_metrics_of_zero(start):
+    run = start(3)
+    run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert run.engine.metrics() == {
         "rollout/sglang_retries": 0,
         "rollout/sglang_deaths": 0,
@@ -89,24 +110,34 @@ def test_room_ends_at_the_longest_input(length, room):
     assert limits.after(length, Sampling(max_response_len=100)) == room  # SGLang reserves 6 tokens
 
 
-def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start):
-    def seeds(run, seed):
-        for server in run.servers:
-            server.requests.clear()
-        assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=seed), PROMPTS)
-        return [
-            body["sampling_params"]["sampling_seed"]
-            for body in sorted(run.requests, key=lambda body: body["rid"])
-        ]
+def deterministic(servers: list[FakeSGLang]) -> None:
+    for server in servers:
+        server.info.update(enable_deterministic_inference=True)
 
-    run = start(
-        2,
-        lambda servers: [each.info.update(enable_deterministic_inference=True) for each in servers],
-    )
-    first = seeds(run, seed=5)
-    assert len(set(first)) == 36 and 0 <= min(first) <= max(first) < 2**63
-    assert seeds(run, seed=5) == first
-    assert not set(seeds(run, seed=6)) & set(first)
+
+def sampling_seeds(run: Run, seed: int) -> list[int]:
+    """The seeds that the servers get for one rollout, in the order of the request IDs."""
+    for server in run.servers:
+        server.requests.clear()
+    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=seed), PROMPTS)
+    requests = sorted(run.requests, key=lambda body: body["rid"])
+    return [body["sampling_params"]["sampling_seed"] for body in requests]
+
+
+def test_every_response_has_its_own_seed(start):
+    seeds = sampling_seeds(start(2, deterministic), seed=5)
+    assert len(set(seeds)) == 36
+    assert 0 <= min(seeds) <= max(seeds) < 2**63
+
+
+def test_equal_rollout_seeds_give_equal_seeds(start):
+    run = start(2, deterministic)
+    assert sampling_seeds(run, seed=5) == sampling_seeds(run, seed=5)
+
+
+def test_different_rollout_seeds_share_no_seed(start):
+    run = start(2, deterministic)
+    assert not set(sampling_seeds(run, seed=5)) & set(sampling_seeds(run, seed=6))
 
 
 def test_close_ends_what_is_in_flight(start, caplog):
@@ -127,7 +158,7 @@ def test_close_ends_what_is_in_flight(start, caplog):
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-def test_rollouts_and_evaluations_are_in_flight_together(start):
+def test_an_evaluation_runs_beside_several_rollouts(start):
     run = start(2)
     with held(run, 2):
         pending = [run.engine.submit(PROMPTS[k : k + 4], SAMPLING, seed=k) for k in (0, 4, 8)]
@@ -156,124 +187,210 @@ def test_every_server_scores_a_probe(start):
         run.engine.prompt_log_probs(ids)
 
 
-def test_servers_take_turns_to_give_the_likeliest_tokens(start, caplog):
+TEXTS = [[1, 7, 20], [1, 9], [1, 30]]
+TRUNCATED = Sampling(
+    temperature=0.7, top_p=0.9, top_k=5, return_sampling_mask=True, max_response_len=30
+)
+
+
+def likeliest(text: list[int]) -> dict[int, float]:
+    """The three likeliest tokens after a text, with their log-probs under weights of version 5."""
+    token = next_token(text)
+    return {each: log_prob(each, 5) for each in range(token, token + 3)}
+
+
+def test_the_likeliest_tokens_have_the_log_probs_of_the_model(start):
     run = start(2)
     run.update(5)
-    texts = [[1, 7, 20], [1, 9], [1, 30]]
-    sampling = Sampling(
-        temperature=0.7, top_p=0.9, top_k=5, return_sampling_mask=True, max_response_len=30
-    )
-    found = run.engine.top_log_probs(texts, sampling, 4)
-    tokens = [next_token(text) for text in texts]
-    assert found == [
-        {each: log_prob(each, 5) for each in range(token, token + 3)} for token in tokens
-    ]
+    top = run.engine.top_log_probs(TEXTS, TRUNCATED, 4)
+    assert top == [likeliest(text) for text in TEXTS]
+
+
+def test_servers_take_turns_to_give_the_likeliest_tokens(start):
+    run = start(2)
+    run.engine.top_log_probs(TEXTS, TRUNCATED, 4)
     assert [len(server.requests) for server in run.servers] == [2, 1]
+
+
+def test_the_likeliest_tokens_are_asked_for_without_truncation(start):
+    run = start(2)
+    run.engine.top_log_probs(TEXTS, TRUNCATED, 4)
     body = run.servers[1].requests[0]
     params = body["sampling_params"]
-    assert (body["input_ids"], body["top_logprobs_num"], params["max_new_tokens"]) == (
-        texts[1],
-        4,
-        1,
-    )
+    assert (body["input_ids"], body["top_logprobs_num"]) == (TEXTS[1], 4)
+    assert params["max_new_tokens"] == 1
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.7, 1.0, -1)
-    wrong = {"no tokens": [], "other vocabulary": [[[-1.0, 64, None]]]}
-    for top in wrong.values():
-        run.servers[0].faults.append(
-            spoiled(lambda answer, top=top: answer["meta_info"].update(output_top_logprobs=top))
-        )
-        assert run.engine.top_log_probs(texts[:2], sampling, 4) == [{}, found[1]]
-    assert caplog.text.count("a probe of the likeliest tokens failed") == 2
-    assert caplog.text.count("it has no output_top_logprobs") == 1
 
 
-def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(start, checkpoint):
-    run = start(1)
-    long = Prompt(index=4, text="", token_ids=(3,) * 128)
-    messages = []
-    for engine in (run.engine, LocalEngine(checkpoint, load_tokenizer(checkpoint))):
-        with pytest.raises(
-            ValueError, match="prompt 4 has 128 tokens, which leaves no tokens"
-        ) as caught:
-            engine.generate([PROMPTS[0], long], SAMPLING, seed=0)
-        messages.append(str(caught.value))
-        with pytest.raises(ValueError, match="prompt 4 has no tokens"):
-            engine.generate([Prompt(index=4, text="", token_ids=())], SAMPLING, seed=0)
-    assert messages[0] == messages[1]
-    assert run.requests == []
-    assert_exact(run.engine.generate([], SAMPLING, seed=0), [])
+UNUSABLE_TOP = {
+    "no tokens": ([], 1),
+    "other vocabulary": ([[[-1.0, 64, None]]], 0),
+}
+"""Answers of a server, and how often the log then says that output_top_logprobs is missing."""
 
 
-def test_stragglers_are_kept_and_gone_on_with(start):
+@pytest.mark.parametrize(("top", "missing"), UNUSABLE_TOP.values(), ids=UNUSABLE_TOP)
+def test_an_unusable_answer_gives_no_likeliest_tokens(start, caplog, top, missing):
     run = start(2)
-    sampling = Sampling(max_response_len=30, n_samples=2)
-    mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1], EARLY[2]]
+    run.update(5)
+    run.servers[0].faults.append(
+        spoiled(lambda answer: answer["meta_info"].update(output_top_logprobs=top))
+    )
+    assert run.engine.top_log_probs(TEXTS[:2], TRUNCATED, 4) == [{}, likeliest(TEXTS[1])]
+    assert caplog.text.count("a probe of the likeliest tokens failed") == 1
+    assert caplog.text.count("it has no output_top_logprobs") == missing
+
+
+TOO_LONG = Prompt(index=4, text="", token_ids=(3,) * 128)
+EMPTY = Prompt(index=4, text="", token_ids=())
+LEAVES_NO_TOKENS = "prompt 4 has 128 tokens, which leaves no tokens"
+
+
+def refusal(engine: RolloutEngine, prompt: Prompt, message: str) -> str:
+    """The error of a rollout with this prompt after a good one."""
+    with pytest.raises(ValueError, match=message) as caught:
+        engine.generate([PROMPTS[0], prompt], SAMPLING, seed=0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        pytest.param(TOO_LONG, LEAVES_NO_TOKENS, id="too long"),
+        pytest.param(EMPTY, "prompt 4 has no tokens", id="empty"),
+    ],
+)
+def test_an_unusable_prompt_is_refused_before_any_is_sent(start, prompt, message):
+    run = start(1)
+    refusal(run.engine, prompt, message)
+    assert run.requests == []
+
+
+def test_the_local_engine_refuses_an_empty_prompt(checkpoint):
+    engine = LocalEngine(checkpoint, load_tokenizer(checkpoint))
+    refusal(engine, EMPTY, "prompt 4 has no tokens")
+
+
+def test_both_engines_refuse_a_long_prompt_with_one_message(start, checkpoint):
+    local = LocalEngine(checkpoint, load_tokenizer(checkpoint))
+    remote = start(1).engine
+    assert refusal(remote, TOO_LONG, LEAVES_NO_TOKENS) == refusal(local, TOO_LONG, LEAVES_NO_TOKENS)
+
+
+def test_a_rollout_without_prompts_has_no_groups(start):
+    assert_exact(start(1).engine.generate([], SAMPLING, seed=0), [])
+
+
+PARTIAL = Sampling(max_response_len=30, n_samples=2)
+MIXED = [LATE[0], EARLY[0], LATE[1], EARLY[1], EARLY[2]]
+
+
+def partial_rollout(run: Run) -> list[list[Sample]]:
+    """The two groups that are complete when the rollout of MIXED stops its stragglers."""
     with held(run, 0):
-        pending = run.engine.submit(mixed, sampling, seed=0, num_groups=2)
+        pending = run.engine.submit(MIXED, PARTIAL, seed=0, num_groups=2)
         wait_until(lambda: sum(server.at_once for server in run.servers) == 10)
-        assert run.engine.unfinished() == []
+        assert run.engine.unfinished() == []  # nothing is left while the rollout runs
         for server in run.servers:
             server.stop_after = 8
-        groups = pending.result()
-    assert len(groups) == 2 and all(group[0].row in EARLY[:3] for group in groups)
-    assert_exact(groups, [group[0].row for group in groups], sampling)
-    left = run.engine.unfinished()
-    assert Counter(group[0].prompt_index for group in [*groups, *left]) == Counter(
-        p.index for p in mixed
-    )
-    begun = [sample for sample in flat(left) if sample.row in LATE]
-    assert len(begun) == 4
-    for sample in begun:
-        assert sample.status is Sample.Status.ABORTED
-        assert 0 < len(sample.response_ids) <= 8
-        assert sample.response_ids == continuation(
-            list(sample.row.token_ids), len(sample.response_ids)
-        )
-        assert_log_probs(sample)
-    kept = {
-        (sample.prompt_index, place % 2): len(sample.response_ids)
-        for place, sample in enumerate(flat(left))
-    }
-    stored = reloaded(left)
+        return pending.result()
 
-    assert_exact(
-        run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2]
-    )  # an evaluation in between
-    assert run.engine.unfinished() == left
+
+def test_a_partial_rollout_returns_the_first_complete_groups(start):
+    groups = partial_rollout(start(2))
+    assert len(groups) == 2
+    assert all(group[0].row in EARLY[:3] for group in groups)
+    assert_exact(groups, [group[0].row for group in groups], PARTIAL)
+
+
+def test_every_group_is_complete_or_kept(start):
+    run = start(2)
+    groups = partial_rollout(run) + run.engine.unfinished()
+    indices = [group[0].prompt_index for group in groups]
+    assert sorted(indices) == sorted(prompt.index for prompt in MIXED)
+
+
+def test_stragglers_keep_the_tokens_sampled_before_the_abort(start):
+    run = start(2)
+    partial_rollout(run)
+    stragglers = [sample for sample in flat(run.engine.unfinished()) if sample.row in LATE]
+    assert len(stragglers) == 4
+    for sample in stragglers:
+        length = len(sample.response_ids)
+        assert sample.status is Sample.Status.ABORTED
+        assert 0 < length <= 8
+        assert sample.response_ids == continuation(list(sample.row.token_ids), length)
+        assert_log_probs(sample)
+
+
+def test_an_evaluation_leaves_the_stragglers_as_they_are(start):
+    run = start(2)
+    partial_rollout(run)
+    stragglers = run.engine.unfinished()
+    assert_exact(run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2])
+    assert run.engine.unfinished() == stragglers
+
+
+class Resumed(NamedTuple):
+    """A rollout that continues reloaded stragglers with new weights, beside a new prompt."""
+
+    run: Run
+    stragglers: list[list[Sample]]
+    groups: list[list[Sample]]
+
+
+@pytest.fixture
+def resumed(start) -> Resumed:
+    run = start(2)
+    partial_rollout(run)
+    stragglers = run.engine.unfinished()
+    stored = reloaded(stragglers)
+    run.engine.generate(PROMPTS[:2], SAMPLING, seed=0)  # an evaluation in between
     run.update(1)
     for server in run.servers:
         server.requests.clear()
     run.engine.resume_unfinished(stored)
-    groups = run.engine.submit([EARLY[3]], sampling, seed=1, num_groups=4).result()
-    prompts = [*(group[0].row for group in left), EARLY[3]]
-    assert_exact(groups, prompts, sampling)
-    assert run.engine.unfinished() == []
-    for sample in flat(groups):
-        if sample in flat(groups[:-1]) and sample.row in LATE:
-            old = kept[sample.prompt_index, sample.index % 2]
-            assert sample.weight_versions == [0] * old + [1] * (30 - old)
-    goes_on = [
-        len(sample.response_ids) for sample in flat(left) if sample.status is Sample.Status.ABORTED
-    ]
-    assert sorted(len(body["input_ids"]) - 3 for body in run.requests) == sorted([*goes_on, 0, 0])
+    groups = run.engine.submit([EARLY[3]], PARTIAL, seed=1, num_groups=4).result()
+    return Resumed(run, stragglers, groups)
 
 
-def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_not_asked_for_again(
-    start,
-):
+def test_resumed_stragglers_come_before_new_prompts(resumed: Resumed):
+    prompts = [group[0].row for group in resumed.stragglers]
+    assert_exact(resumed.groups, [*prompts, EARLY[3]], PARTIAL)
+    assert resumed.run.engine.unfinished() == []
+
+
+def test_resumed_tokens_have_the_version_that_sampled_them(resumed: Resumed):
+    continued = flat(resumed.groups[:-1])
+    for sample, straggler in zip(continued, flat(resumed.stragglers), strict=True):
+        if sample.row in LATE:
+            length = len(straggler.response_ids)
+            assert sample.weight_versions == [0] * length + [1] * (30 - length)
+
+
+def test_resumed_requests_contain_the_tokens_so_far(resumed: Resumed):
+    lengths = [0, 0]  # the two samples of the new prompt
+    for sample in flat(resumed.stragglers):
+        if sample.status is Sample.Status.ABORTED:
+            lengths.append(len(sample.response_ids))
+    sent = [len(body["input_ids"]) - 3 for body in resumed.run.requests]
+    assert sorted(sent) == sorted(lengths)
+
+
+def test_surplus_complete_groups_come_first_next_time(start):
+    """They are complete, so that no server is asked for them again."""
     run = start(1)
-    sampling = Sampling(max_response_len=30)
     with held(run, 10):
-        pending = run.engine.submit([LATE[0], *EARLY[:4]], sampling, seed=0, num_groups=4)
+        pending = run.engine.submit([LATE[0], *EARLY[:4]], PARTIAL, seed=0, num_groups=4)
         groups = pending.result()
-    assert_exact(groups, EARLY[:4], sampling)
+    assert_exact(groups, EARLY[:4], PARTIAL)
     run.engine.resume_unfinished([*run.engine.unfinished(), *groups])
-    asked = len(run.requests)
+    num_requests = len(run.requests)
     with held(run, 0):
-        groups = run.engine.submit([LATE[2]], sampling, seed=0, num_groups=3).result()
-    assert_exact(groups, EARLY[:3], sampling)
+        groups = run.engine.submit([LATE[2]], PARTIAL, seed=0, num_groups=3).result()
+    assert_exact(groups, EARLY[:3], PARTIAL)
     assert [group[0].row for group in run.engine.unfinished()] == [LATE[0], EARLY[3], LATE[2]]
-    assert len(run.requests) == asked
+    assert len(run.requests) == num_requests
 
 
 def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start):
@@ -297,11 +414,14 @@ def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start):
     assert len(run.requests) == asked
 
 
-def test_what_is_wanted_has_to_be_in_flight(start):
+@pytest.mark.parametrize("num_groups", [0, 3])
+def test_the_number_of_groups_must_fit_the_prompts(start, num_groups):
+    with pytest.raises(ValueError, match=f"num_groups is {num_groups}"):
+        start(1).engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=num_groups)
+
+
+def test_a_second_partial_rollout_is_refused(start):
     run = start(1)
-    for num_groups in (0, 3):
-        with pytest.raises(ValueError, match=f"num_groups is {num_groups}"):
-            run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=num_groups)
     pending = run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=1)
     with pytest.raises(ValueError, match="in flight already"):
         run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=1)
@@ -356,29 +476,79 @@ def play(rank, checkpoint, url):
     return seen
 
 
-@pytest.mark.slow
-def test_two_ranks_see_the_same(tmp_path):
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3_moe", num_hidden_layers=LAYERS)
+class TwoRanks(NamedTuple):
+    """What both ranks see, and the address of their server."""
+
+    first: dict[Any, Any]
+    second: dict[Any, Any]
+    url: str
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+    out = tmp_path_factory.mktemp("two_ranks")
+    checkpoint = make_checkpoint(out / "checkpoint", "qwen3_moe", num_hidden_layers=LAYERS)
     with fake_servers(1) as (server,):
-        server.weight_version, server.version = "7", 7
-        spawn(work, args=(str(checkpoint), server.url, str(tmp_path)), nprocs=SIZE)
-        first, second = (
-            torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)
-        )
-    assert_exact(first["first"], PROMPTS)
-    for seen, has_experts in ((first, True), (second, False)):
-        assert {sample.rollout_routed_experts is not None for sample in flat(seen["first"])} == {
-            has_experts
-        }
-    assert_exact(first["second"], PROMPTS)
-    assert versions_of(first["first"]) == {0}
-    assert versions_of(first["second"]) == {4}
-    assert first["iterated"] == [1, 2]
-    assert first["scores"] == {server.url: [log_prob(7, 4), log_prob(20, 4)]}
-    assert first[400][:2] == (True, False) and "HTTP 400: max_new_tokens must be" in first[400][2]
-    assert first[500][:2] == (True, False) and "a request failed 1 time" in first[500][2]
-    assert sorted(group[0].prompt_index for group in [*first["third"], *first["left"]]) == sorted(
-        (LATE[0].index, EARLY[0].index)
-    )
-    assert first["metrics"]["rollout/sglang_live_servers"] == 1 and second.pop("metrics") == {}
-    assert {name: first[name] for name in second} == second
+        server.weight_version = "7"
+        server.version = 7
+        spawn(work, args=(str(checkpoint), server.url, str(out)), nprocs=SIZE)
+        first = torch.load(out / "0.pt", weights_only=False)
+        second = torch.load(out / "1.pt", weights_only=False)
+        return TwoRanks(first, second, server.url)
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_same_results(two_ranks: TwoRanks):
+    seen = {name: value for name, value in two_ranks.second.items() if name != "metrics"}
+    assert {name: two_ranks.first[name] for name in seen} == seen
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_has_metrics(two_ranks: TwoRanks):
+    assert two_ranks.first["metrics"]["rollout/sglang_live_servers"] == 1
+    assert two_ranks.second["metrics"] == {}
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_has_routed_experts(two_ranks: TwoRanks):
+    for sample in flat(two_ranks.first["first"]):
+        assert sample.rollout_routed_experts is not None
+    for sample in flat(two_ranks.second["first"]):
+        assert sample.rollout_routed_experts is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rollout", "version"), [("first", 0), ("second", 4)])
+def test_two_ranks_sample_with_the_weights_of_the_run(two_ranks: TwoRanks, rollout, version):
+    groups = two_ranks.first[rollout]
+    assert_exact(groups, PROMPTS)
+    assert versions_of(groups) == {version}
+
+
+@pytest.mark.slow
+def test_two_ranks_send_the_weights_once_per_version(two_ranks: TwoRanks):
+    assert two_ranks.first["iterated"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_two_ranks_score_a_probe(two_ranks: TwoRanks):
+    assert two_ranks.first["scores"] == {two_ranks.url: [log_prob(7, 4), log_prob(20, 4)]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(400, "HTTP 400: max_new_tokens must be"), (500, "a request failed 1 time")],
+)
+def test_a_failed_rollout_is_unavailable_for_two_ranks(two_ranks: TwoRanks, status, message):
+    is_unavailable, is_value_error, text = two_ranks.first[status]
+    assert is_unavailable
+    assert not is_value_error
+    assert message in text
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_the_straggler(two_ranks: TwoRanks):
+    groups = two_ranks.first["third"] + two_ranks.first["left"]
+    indices = [group[0].prompt_index for group in groups]
+    assert sorted(indices) == sorted((LATE[0].index, EARLY[0].index))
