@@ -1,7 +1,7 @@
-"""The run directory: configuration written whole, earlier runs set aside, resumed ones gone on with."""
+"""The run directory: its configuration, the reports of earlier runs, and those of a resumed run."""
 
-import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,43 +14,84 @@ from slime_tis.trainer.reporting.run_directory import (
 )
 from tests.storage.killed import killed_at_each_operation
 
+LONG_AGO = 86400 * 365
 
-def names(directory):
+
+def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_fresh_run_sets_an_earlier_one_aside_and_a_resumed_one_does_not(tmp_path):
+def write_metrics(directory: Path, text: str) -> None:
+    """Writes metrics as a run of January 1971."""
+    metrics = directory / METRICS
+    metrics.write_text(text)
+    os.utime(metrics, (0, LONG_AGO))
+
+
+@pytest.fixture
+def used(tmp_path) -> Path:
+    """The directory of run r1 with metrics, TensorBoard files and checkpoints."""
     directory = prepare_run_directory(str(tmp_path), {"seed": 1}, 0, "r1")
-    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    write_metrics(directory, '{"step": 1}\n')
     (directory / "tensorboard").mkdir()
     (directory / "checkpoints").mkdir()
-    prepare_run_directory(str(tmp_path), {"seed": 1}, 2, "r1")
-    assert (directory / "metrics.jsonl").exists() and not (directory / "earlier").exists()
-    os.utime(directory / "metrics.jsonl", (0, 86400 * 365))
-    prepare_run_directory(str(tmp_path), {"seed": 2}, 0, "r2")
-    (earlier,) = (directory / "earlier").iterdir()
-    assert earlier.name.startswith("1971010") or earlier.name.startswith("19701231")
+    return directory
+
+
+def test_a_resumed_run_keeps_its_reports_in_place(used):
+    prepare_run_directory(str(used), {"seed": 1}, 2, "r1")
+    assert (used / METRICS).exists()
+    assert not (used / "earlier").exists()
+
+
+@pytest.fixture
+def restarted(used) -> Path:
+    """The used directory after the start of a new run r2."""
+    prepare_run_directory(str(used), {"seed": 2}, 0, "r2")
+    return used
+
+
+@pytest.fixture
+def earlier(restarted) -> Path:
+    """The directory that has the reports of run r1."""
+    (directory,) = (restarted / "earlier").iterdir()
+    return directory
+
+
+def test_earlier_reports_have_the_time_of_their_metrics(earlier):
+    # The name is in local time, which may be a day before or after UTC.
+    assert earlier.name.startswith(("1971010", "19701231"))
+
+
+def test_a_new_run_moves_all_earlier_reports(earlier):
     assert names(earlier) == ["config.yaml", "metrics.jsonl", "run.json", "tensorboard"]
+
+
+def test_earlier_reports_have_their_configuration(earlier):
     assert (earlier / "config.yaml").read_text() == "seed: 1\n"
-    assert names(directory) == ["checkpoints", "config.yaml", "earlier", "run.json"]
-    assert (directory / "config.yaml").read_text() == "seed: 2\n"
 
 
-def test_a_resumed_run_does_not_mix_its_metrics_with_another_ones(tmp_path):
-    prepare_run_directory(str(tmp_path), {}, 0, "r1")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    os.utime(tmp_path / "metrics.jsonl", (0, 86400 * 365))
-    prepare_run_directory(str(tmp_path), {}, 2, "r2")
-    assert not (tmp_path / "metrics.jsonl").exists()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
-    os.utime(tmp_path / "metrics.jsonl", (0, 86400 * 365))
-    prepare_run_directory(str(tmp_path), {}, 0, "r3")  # in the same second of the clock
-    first, second = sorted((tmp_path / "earlier").iterdir())
+def test_a_new_run_leaves_checkpoints_in_place(restarted):
+    assert names(restarted) == ["checkpoints", "config.yaml", "earlier", "run.json"]
+
+
+def test_a_new_run_writes_its_configuration(restarted):
+    assert (restarted / "config.yaml").read_text() == "seed: 2\n"
+
+
+def test_a_resumed_run_moves_the_metrics_of_another_run(used):
+    prepare_run_directory(str(used), {}, 2, "r2")
+    assert not (used / METRICS).exists()
+
+
+def test_earlier_reports_of_the_same_second_are_numbered(used):
+    prepare_run_directory(str(used), {}, 2, "r2")
+    write_metrics(used, '{"step": 2}\n')
+    prepare_run_directory(str(used), {}, 0, "r3")
+    first, second = sorted((used / "earlier").iterdir())
     assert second.name == f"{first.name}-2"
-    assert [(path / "metrics.jsonl").read_text() for path in (first, second)] == [
-        '{"step": 1}\n',
-        '{"step": 2}\n',
-    ]
+    assert (first / METRICS).read_text() == '{"step": 1}\n'
+    assert (second / METRICS).read_text() == '{"step": 2}\n'
 
 
 @pytest.mark.parametrize(
@@ -65,35 +106,42 @@ def test_a_damaged_line_is_named(line, tmp_path):
         metrics_before(path, 9)
 
 
-def test_lines_before_a_step_are_kept_and_one_cut_off_is_not(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "step", "lines"),
+    [
+        ('{"step": 1}\n{"step": 2}\n{"step": 3', 2, ['{"step": 1}\n']),
+        ('{"step": 1}\n{"step": 2}\n{"step": 3', 9, ['{"step": 1}\n', '{"step": 2}\n']),
+        ('{"step": 1}\n{"step": 2}', 9, ['{"step": 1}\n', '{"step": 2}\n']),
+    ],
+    ids=["before a step", "a line is cut off", "only the line break is missing"],
+)
+def test_complete_lines_before_a_step_are_kept(text, step, lines, tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
-    assert metrics_before(path, 2) == ['{"step": 1}\n']
-    assert metrics_before(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
-    path.write_text('{"step": 1}\n{"step": 2}')
-    assert metrics_before(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
+    path.write_text(text)
+    assert metrics_before(path, step) == lines
 
 
 @pytest.mark.parametrize("resume_step", [0, 3], ids=["anew", "resumed"])
-def test_a_run_killed_at_any_operation_on_its_directory_loses_no_report(tmp_path, resume_step):
+def test_a_run_killed_at_any_file_operation_loses_no_report(tmp_path, resume_step):
     directory = tmp_path / "run"
 
-    def start(resume_step=resume_step):
+    def start(resume_step: int = resume_step) -> None:
         assert foreign_file(directory) is None
         prepare_run_directory(str(directory), {"lr": 1.0}, resume_step, "a")
         JsonLines(directory / METRICS, resume_step).close()
 
-    def rows():
+    def reported_steps() -> int:
         return sum(path.read_text().count("\n") for path in directory.rglob(METRICS))
 
     start(0)
-    (directory / METRICS).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2)))
+    (directory / METRICS).write_text('{"step": 1}\n{"step": 2}\n')
     kills = 0
     for _number in killed_at_each_operation(tmp_path, start):
         kills += 1
-        assert rows() == 2
+        assert reported_steps() == 2
         start()
-        assert rows() == 2
+        assert reported_steps() == 2
         if resume_step:
-            assert continues(directory, "a") and not (directory / "earlier").exists()
+            assert not (directory / "earlier").exists()
+            assert continues(directory, "a")
     assert kills > 5
