@@ -1,4 +1,4 @@
-"""Ranks that share a global batch give what one gives: process groups, context-parallel slices, empty ranks."""
+"""Ranks that share a global batch agree with one rank that has all of it."""
 
 import copy
 import pickle
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime_tis import (
+    Correction,
     GlobalBatch,
     Ranks,
     RolloutCorrectionConfig,
@@ -16,6 +17,7 @@ from slime_tis import (
     correct,
     response_slices,
 )
+from slime_tis.correction.context_parallel import AllReduce, ResponseSlices
 from slime_tis.correction.sums import stacked
 from tests.correction.expected import expected_correction
 from tests.runs import free_port, spawn
@@ -192,38 +194,82 @@ def ranks(request, tmp_path_factory):
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
-def test_context_parallel_ranks_agree_with_one(ranks):
-    size = len(ranks)
-    for c, config in enumerate(CONFIGS):
-        whole = correct(config, *batch())
-        for rank in range(size):
-            weights, mask, limit, values, sums = ranks[rank]["sliced"][c]
-            for i, shape in enumerate(SHAPES):
-                expected = take(whole.weights[i], shape, rank, size)
-                torch.testing.assert_close(weights[i], expected, rtol=1e-6, atol=1e-6)
-                assert mask[i].tolist() == take(whole.mask[i], shape, rank, size).tolist()
-                assert config not in BY_JOINING or torch.equal(
-                    weights[i], expected
-                )  # joined values arrive to the bit
-            assert sums.accepted.tolist() == whole.sequence_sums.accepted.tolist()
-            assert config not in BY_JOINING or torch.equal(
-                stacked(sums), stacked(whole.sequence_sums)
-            )
-            assert limit == whole.global_batch.second_moment_limit
-            assert values == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
+@pytest.fixture(scope="module")
+def alone() -> list[Correction[list[torch.Tensor]]]:
+    """The correction of the complete batch on one rank, for each configuration."""
+    return [correct(config, *batch()) for config in CONFIGS]
 
 
-def test_data_parallel_ranks_agree_with_one(ranks):
-    size = len(ranks)
-    for c, config in enumerate(CONFIGS):
-        whole = correct(config, *batch())
-        for rank in range(size - 1):
-            weights, mask, limit, values = ranks[rank]["sharded"][c]
-            assert limit == whole.global_batch.second_moment_limit
-            for x, y in zip(weights, whole.weights[rank :: size - 1], strict=True):
-                torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
-            assert [x.tolist() for x in mask] == [x.tolist() for x in whole.mask[rank :: size - 1]]
-            assert values == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
+@pytest.mark.parametrize("index", range(len(CONFIGS)), ids="configuration {}".format)
+class TestContextParallelRanks:
+    """Each rank, with its slices of all sequences, agrees with one rank that has them all."""
+
+    def test_weights(self, ranks, alone, index):
+        for rank, results in enumerate(ranks):
+            weights = results["sliced"][index][0]
+            for own, shape, complete in zip(weights, SHAPES, alone[index].weights, strict=True):
+                expected = take(complete, shape, rank, len(ranks))
+                torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
+                if CONFIGS[index] in BY_JOINING:  # joined log-probs arrive to the bit
+                    assert torch.equal(own, expected)
+
+    def test_masks(self, ranks, alone, index):
+        for rank, results in enumerate(ranks):
+            masks = results["sliced"][index][1]
+            for own, shape, complete in zip(masks, SHAPES, alone[index].mask, strict=True):
+                assert own.tolist() == take(complete, shape, rank, len(ranks)).tolist()
+
+    def test_second_moment_limits(self, ranks, alone, index):
+        for results in ranks:
+            limit = results["sliced"][index][2]
+            assert limit == alone[index].global_batch.second_moment_limit
+
+    def test_metrics(self, ranks, alone, index):
+        expected = alone[index].statistics.metrics()
+        for results in ranks:
+            metrics = results["sliced"][index][3]
+            assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+    def test_sequence_sums(self, ranks, alone, index):
+        expected = alone[index].sequence_sums
+        for results in ranks:
+            sums = results["sliced"][index][4]
+            assert sums.accepted.tolist() == expected.accepted.tolist()
+            if CONFIGS[index] in BY_JOINING:
+                assert torch.equal(stacked(sums), stacked(expected))
+
+
+@pytest.mark.parametrize("index", range(len(CONFIGS)), ids="configuration {}".format)
+class TestDataParallelRanks:
+    """Each rank, with its share of the sequences, agrees with one rank that has them all.
+
+    The last rank has no sequences.
+    """
+
+    def test_weights(self, ranks, alone, index):
+        sharing = len(ranks) - 1
+        for rank in range(sharing):
+            weights = ranks[rank]["sharded"][index][0]
+            expected = alone[index].weights[rank::sharing]
+            torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
+
+    def test_masks(self, ranks, alone, index):
+        sharing = len(ranks) - 1
+        for rank in range(sharing):
+            masks = ranks[rank]["sharded"][index][1]
+            expected = alone[index].mask[rank::sharing]
+            torch.testing.assert_close(masks, expected, rtol=0, atol=0)
+
+    def test_second_moment_limits(self, ranks, alone, index):
+        for results in ranks[:-1]:
+            limit = results["sharded"][index][2]
+            assert limit == alone[index].global_batch.second_moment_limit
+
+    def test_metrics(self, ranks, alone, index):
+        expected = alone[index].statistics.metrics()
+        for results in ranks[:-1]:
+            metrics = results["sharded"][index][3]
+            assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_data_parallel_ranks_merge_ratios_far_below(ranks):
@@ -249,53 +295,92 @@ def test_slices_cover_the_response_once(total, response, size):
     assert sorted(owned) == list(expected)
 
 
-def test_slices_of_a_worked_example():
-    # 10 tokens, prompt 3, two ranks: chunks of 3 positions; rank 0 has positions 0-2 and 9, rank 1
-    # has 3-8.
-    assert context_parallel_slices(10, 7, 0, 2) == (slice(0, 1), slice(0, 0))
-    assert context_parallel_slices(10, 7, 1, 2) == (slice(1, 4), slice(4, 7))
-    assert context_parallel_slices(10, 7, 0, 2, padded_length=16) == (slice(0, 2), slice(0, 0))
-    # The worked example after a response of 2 tokens, which rank 1 holds alone.
-    whole = torch.arange(1.0, 10.0)
-    of_ranks = [response_slices([4, 10], [2, 7], rank, 2) for rank in (0, 1)]
-    assert [slices.local_lengths for slices in of_ranks] == [(0, 1), (2, 6)]
-    assert [slices.slice_flat(whole).tolist() for slices in of_ranks] == [
-        [3],
-        [1, 2, 4, 5, 6, 7, 8, 9],
-    ]
-    assert [x.tolist() for x in of_ranks[1].slice_list(list(whole.split([2, 7])))] == [
-        [1, 2],
-        [4, 5, 6, 7, 8, 9],
-    ]
-    table = torch.stack([whole, -whole], 1)
-    spread = [slices.scatter(slices.slice_flat(table)) for slices in of_ranks]
-    assert spread[0].tolist() == [[0, 0], [0, 0], [3, -3], *[[0, 0]] * 6]
-    assert torch.equal(sum(spread), table)
+class TestSlicesOfAWorkedExample:
+    """10 tokens, prompt 3, two ranks: chunks of 3 positions.
+
+    Rank 0 has the positions 0-2 and 9, rank 1 has 3-8. In the joined cases, a response of 2 tokens
+    comes first, which rank 1 holds alone.
+    """
+
+    JOINED = torch.arange(1.0, 10.0)
+
+    @pytest.fixture
+    def both_ranks(self) -> list[ResponseSlices]:
+        return [response_slices([4, 10], [2, 7], rank, 2) for rank in (0, 1)]
+
+    @pytest.mark.parametrize(
+        ("rank", "padded_length", "expected"),
+        [
+            pytest.param(0, None, (slice(0, 1), slice(0, 0)), id="rank 0"),
+            pytest.param(1, None, (slice(1, 4), slice(4, 7)), id="rank 1"),
+            pytest.param(0, 16, (slice(0, 2), slice(0, 0)), id="rank 0 with padding"),
+        ],
+    )
+    def test_slices_of_one_sequence(self, rank, padded_length, expected):
+        slices = context_parallel_slices(10, 7, rank, 2, padded_length=padded_length)
+        assert slices == expected
+
+    def test_local_lengths(self, both_ranks):
+        assert both_ranks[0].local_lengths == (0, 1)
+        assert both_ranks[1].local_lengths == (2, 6)
+
+    def test_slices_of_joined_responses(self, both_ranks):
+        assert both_ranks[0].slice_flat(self.JOINED).tolist() == [3]
+        assert both_ranks[1].slice_flat(self.JOINED).tolist() == [1, 2, 4, 5, 6, 7, 8, 9]
+
+    def test_slices_of_a_list(self, both_ranks):
+        responses = list(self.JOINED.split([2, 7]))
+        slices = [response.tolist() for response in both_ranks[1].slice_list(responses)]
+        assert slices == [[1, 2], [4, 5, 6, 7, 8, 9]]
+
+    def test_scatter_puts_tokens_back(self, both_ranks):
+        table = torch.stack([self.JOINED, -self.JOINED], 1)
+        scattered = [slices.scatter(slices.slice_flat(table)) for slices in both_ranks]
+        assert scattered[0].tolist() == [[0, 0], [0, 0], [3, -3], *[[0, 0]] * 6]
+        assert torch.equal(scattered[0] + scattered[1], table)
 
 
 @pytest.mark.parametrize("level", ["prefix", "segment"])
-def test_levels_that_need_whole_sequences_say_so(level):
+def test_weights_of_levels_that_need_complete_sequences(level):
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level)
-    with pytest.raises(
-        ValueError, match=f"--tis-level {level} needs complete sequences.*slices=response_slices"
-    ):
+    message = f"--tis-level {level} needs complete sequences.*slices=response_slices"
+    with pytest.raises(ValueError, match=message):
         correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
+
+
+@pytest.mark.parametrize("level", ["prefix", "segment"])
+def test_rejection_at_levels_that_need_complete_sequences(level):
     config = RolloutCorrectionConfig(use_rs=True, rs_level=level)
-    with pytest.raises(ValueError, match=f"--rs-level {level} needs complete sequences"):
+    message = f"--rs-level {level} needs complete sequences"
+    with pytest.raises(ValueError, match=message):
         correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
 
 
-def test_slices_of_other_sequences_are_refused():
-    config = RolloutCorrectionConfig(use_tis=True, tis_level="prefix")
-    ranks = Ranks(context=unchanged, slices=response_slices([10], [7], 1, 2))
-    known = {"global_batch": GlobalBatch(ranks=ranks)}
-    six, five = torch.zeros(6), torch.zeros(5)
-    assert correct(config, [six], [six], [six], **known).weights[0].tolist() == [0] * 6
-    assert correct(config, six[None], six[None], six[None], **known).weights.shape == (1, 6)
-    with pytest.raises(ValueError, match=r"tokens but slices has \[6\] on this rank"):
-        correct(config, [five], [five], [five], **known)
-    with pytest.raises(ValueError, match=r"tokens but slices has \[6\] on this rank"):
-        correct(config, [six, six], [six, six], [six, six], **known)
+class TestSlicesOfOneSequence:
+    """This rank holds six tokens of one sequence."""
+
+    CONFIG = RolloutCorrectionConfig(use_tis=True, tis_level="prefix")
+
+    @pytest.fixture
+    def six_tokens(self) -> GlobalBatch:
+        slices = response_slices([10], [7], 1, 2)
+        return GlobalBatch(ranks=Ranks(context=unchanged, slices=slices))
+
+    def test_a_list_of_six_tokens_is_accepted(self, six_tokens):
+        six = [torch.zeros(6)]
+        correction = correct(self.CONFIG, six, six, six, global_batch=six_tokens)
+        assert correction.weights[0].tolist() == [0] * 6
+
+    def test_a_padded_row_of_six_tokens_is_accepted(self, six_tokens):
+        six = torch.zeros(1, 6)
+        correction = correct(self.CONFIG, six, six, six, global_batch=six_tokens)
+        assert correction.weights.shape == (1, 6)
+
+    @pytest.mark.parametrize("lengths", [[5], [6, 6]], ids=["five tokens", "two sequences"])
+    def test_other_sequences_are_refused(self, six_tokens, lengths):
+        sequences = [torch.zeros(length) for length in lengths]
+        with pytest.raises(ValueError, match=r"tokens but slices has \[6\] on this rank"):
+            correct(self.CONFIG, sequences, sequences, sequences, global_batch=six_tokens)
 
 
 def test_no_sequences_are_joined_too():
@@ -324,14 +409,18 @@ def gloo():
     dist.destroy_process_group()
 
 
-def correction(ranks):
+def correction(ranks: Ranks) -> Correction[torch.Tensor]:
     mask = torch.ones(2, 2)
     return correct(CONFIG, LOG_PROBS + 0.5, LOG_PROBS, mask, global_batch=GlobalBatch(ranks=ranks))
 
 
-def named(name, calls):
+Call = tuple[str, str]
+"""The group and the operation of a collective."""
 
-    def all_reduce(values, op):
+
+def named(name: str, calls: list[Call]) -> AllReduce:
+
+    def all_reduce(values: torch.Tensor, op: str) -> torch.Tensor:
         calls.append((name, op))
         return values
 
@@ -347,20 +436,32 @@ def test_the_world_before_init_process_group_is_refused():
         Ranks.from_groups(data=dist.group.WORLD)
 
 
-def test_one_group_is_enough(gloo):
-    for ranks in (Ranks.from_groups(data=gloo), Ranks.from_groups(context=gloo)):
-        assert not ranks.is_one
-        assert ranks.all_reduce(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
+@pytest.mark.parametrize("name", ["data", "context"])
+def test_one_group_is_enough(gloo, name):
+    ranks = Ranks.from_groups(**{name: gloo})
+    assert not ranks.is_one
+    assert ranks.all_reduce(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
+
+
+def test_without_groups_there_is_one_rank():
     assert Ranks().is_one
 
 
-def test_collectives_of_both_groups_and_of_joined_sequences():
-    calls = []
-    context, data, both = (named(name, calls) for name in ("context", "data", "both"))
-    statistics = correction(Ranks()).statistics
-    statistics.all_reduce(Ranks(context=context, data=data))
-    # Sums are of whole sequences already; extremes are of this rank's tokens.
-    # The maxima come first, because the ratios of sequences are summed relative to the largest one.
+def named_ranks(calls: list[Call], *, both: bool, slices: ResponseSlices | None = None) -> Ranks:
+    """Ranks whose collectives change nothing and are appended to `calls`."""
+    return Ranks(
+        context=named("context", calls),
+        data=named("data", calls),
+        data_and_context=named("both", calls) if both else None,
+        slices=slices,
+    )
+
+
+def test_collectives_over_two_groups():
+    calls: list[Call] = []
+    correction(Ranks()).statistics.all_reduce(named_ranks(calls, both=False))
+    # Sums are already those of complete sequences; extremes are of this rank's tokens.
+    # The maxima come first because the ratios of sequences are summed relative to the largest.
     assert calls == [
         ("context", "max"),
         ("data", "max"),
@@ -368,29 +469,44 @@ def test_collectives_of_both_groups_and_of_joined_sequences():
         ("context", "min"),
         ("data", "min"),
     ]
-    calls.clear()
-    statistics.all_reduce(Ranks(context=context, data=data, data_and_context=both))
+
+
+def test_collectives_over_the_joint_group():
+    calls: list[Call] = []
+    correction(Ranks()).statistics.all_reduce(named_ranks(calls, both=True))
     assert calls == [("both", "max"), ("data", "sum"), ("both", "min")]
-    # At the level prefix every context-parallel rank has the whole sequences, and would count them
-    # twice.
-    calls = []
-    context, data, both = (named(name, calls) for name in ("context", "data", "both"))
+
+
+def test_joined_sequences_are_not_counted_twice():
+    """At level prefix, each context-parallel rank has the complete sequences."""
+    calls: list[Call] = []
     config = RolloutCorrectionConfig(use_tis=True, tis_level="prefix", rs_second_moment_bound=0.1)
-    ranks = Ranks(
-        context=context, data=data, data_and_context=both, slices=response_slices([2], [1], 0, 1)
-    )
-    tokens = [[torch.tensor([value])] for value in (-1.0, -1.5, 1.0)]
-    correct(config, *tokens, global_batch=GlobalBatch(ranks=ranks))
+    ranks = named_ranks(calls, both=True, slices=response_slices([2], [1], 0, 1))
+    train = [torch.tensor([-1.0])]
+    rollout = [torch.tensor([-1.5])]
+    correct(config, train, rollout, [torch.ones(1)], global_batch=GlobalBatch(ranks=ranks))
     assert calls == [("context", "sum"), *[("data", "sum")] * 7]
 
 
-def test_a_pickled_correction_loses_its_process_groups_and_a_copy_keeps_them(gloo):
-    found = correction(Ranks.from_groups(data=gloo))
-    loaded = pickle.loads(pickle.dumps(found))
-    assert loaded.weights.equal(found.weights) and loaded.mask.equal(found.mask)
-    assert loaded.mean(torch.ones(2, 2)).item() == found.mean(torch.ones(2, 2)).item()
-    assert loaded.statistics.metrics() == found.statistics.metrics()
+def pickled(value: Correction) -> Correction:
+    return pickle.loads(pickle.dumps(value))
+
+
+def test_a_pickled_correction_keeps_its_tensors(gloo):
+    original = correction(Ranks.from_groups(data=gloo))
+    loaded = pickled(original)
+    assert loaded.weights.equal(original.weights)
+    assert loaded.mask.equal(original.mask)
+    assert loaded.mean(torch.ones(2, 2)).item() == original.mean(torch.ones(2, 2)).item()
+    assert loaded.statistics.metrics() == original.statistics.metrics()
+
+
+def test_a_pickled_correction_loses_its_process_groups(gloo):
+    loaded = pickled(correction(Ranks.from_groups(data=gloo)))
     with pytest.raises(RuntimeError, match=r"these Ranks were pickled.* pass Ranks.from_groups"):
         correction(loaded.global_batch.ranks)
-    ranks = copy.deepcopy(correction(Ranks.from_groups(data=gloo)).global_batch.ranks)
-    assert ranks.over_data(torch.tensor([3.0])).tolist() == [3.0]
+
+
+def test_a_copied_correction_keeps_its_process_groups(gloo):
+    copied = copy.deepcopy(correction(Ranks.from_groups(data=gloo)))
+    assert copied.global_batch.ranks.over_data(torch.tensor([3.0])).tolist() == [3.0]
