@@ -87,7 +87,7 @@ UNUSABLE = {
     "broken": (["--use-tis", TIS_PATH, "broken.py:fn"], "SyntaxError"),
     "options": (
         ["--rs-second-moment-bound", "0.1", TIS_PATH, "custom_tis.template.soft_tis"],
-        "by the global batch",
+        "needs statistics of the global batch",
     ),
     "narrow": (["--custom-rm-path", "narrow.py:fn"], "cannot be called as fn"),
 }
