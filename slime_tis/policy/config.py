@@ -31,7 +31,7 @@ class PolicyConfig:
     advantage_estimator: Literal[
         "grpo", "rloo", "reinforce_plus_plus_baseline", "optimal_token_baseline"
     ] = loss_option("grpo")
-    """Baseline and scale of rewards: grpo (group mean and deviation), rloo (mean of the other
+    """Baseline and scale for rewards: grpo (group mean and deviation), rloo (mean of the other
     samples), reinforce_plus_plus_baseline (group mean, batch deviation) or optimal_token_baseline
     (least variance at each token; costs a forward pass)."""
     disable_grpo_std_normalization: bool = loss_option(False, needs=("--advantage-estimator=grpo",))
@@ -80,7 +80,7 @@ class PolicyConfig:
     ] = loss_option(0.0)
     """Coefficient of (log π_θ - log π_rollout)² of every trained token, also rejected ones."""
     staleness_decay: Annotated[float, Limits(gt=0, le=1)] = loss_option(1.0)
-    """Multiply a token's policy loss by this value to the power of its staleness."""
+    """Multiply a token's policy loss by staleness_decay^staleness."""
     sapo_tau_pos: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(
         1.0, needs=("--policy-loss=sapo",)
     )
@@ -117,7 +117,7 @@ class PolicyConfig:
     entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = loss_option(0.0)
     """Coefficient of the entropy bonus."""
     calculate_per_token_loss: bool = loss_option(False)
-    """Average the loss over all tokens of the global batch, not over samples of their token
+    """Average the loss over all tokens of the global batch; otherwise average per-sample token
     means."""
     use_opsm: bool = loss_option(False)
     """Mask tokens of negative advantage in sequences that the policy has moved away from (OPSM)."""

@@ -1,4 +1,4 @@
-"""Options of the training loop, and of its reports: run directory, progress bar, TensorBoard, Weights & Biases."""
+"""Options of the training loop and of reports: run directory, TensorBoard, Weights & Biases."""
 
 import dataclasses
 import importlib.util
@@ -24,7 +24,7 @@ MOST_SAMPLES = 1_048_576
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How long the loop runs, how a rollout is cut into optimizer steps, and what is dumped or replayed."""
+    """Length of the loop, optimizer steps per rollout, and dumps to write or replay."""
 
     num_rollout: Annotated[int | None, Limits(ge=1, le=10_000_000)] = loop_option(None)
     """Rollouts of the run; unset: num_epoch passes over the prompts."""
@@ -48,7 +48,8 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        saved, trained = self.save_debug_rollout_data, self.save_debug_train_data
+        saved = self.save_debug_rollout_data
+        trained = self.save_debug_train_data
         if self.num_rollout is None and self.num_epoch is None:
             raise ValueError(
                 "--num-rollout is unset and so is --num-epoch; add one of them to bound the run."
@@ -60,8 +61,11 @@ class LoopConfig:
             ("--save-debug-train-data", trained, ("rollout_id", "rank")),
         ):
             _check_pattern(name, pattern, fields)
-            first, second = ((pattern or "").format(rollout_id=number, rank=0) for number in (0, 1))
-            if pattern is not None and self.num_rollout != 1 and first == second:
+            if pattern is None or self.num_rollout == 1:
+                continue
+            first = pattern.format(rollout_id=0, rank=0)
+            second = pattern.format(rollout_id=1, rank=0)
+            if first == second:
                 raise ValueError(
                     f"{name} is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}}"
                     " into it."
@@ -88,31 +92,32 @@ class LoopConfig:
             return self
         directory = self.dump_details.replace("{", "{{").replace("}", "}}")
         patterns: dict[str, str] = {}
-        if self.load_debug_rollout_data is None:  # samples that are loaded are not saved again
+        if self.load_debug_rollout_data is None:  # loaded samples are not saved again
             patterns["save_debug_rollout_data"] = f"{directory}/rollout_data/{{rollout_id}}.jsonl"
         if not self.debug_rollout_only:
             patterns["save_debug_train_data"] = (
                 f"{directory}/train_data/{{rollout_id}}_{{rank}}.parquet"
             )
-        given: dict[str, Any] = {
-            name: getattr(self, name) or pattern for name, pattern in patterns.items()
-        }
-        if not given.items() & patterns.items():
+        files: dict[str, Any] = {}
+        for name, pattern in patterns.items():
+            files[name] = getattr(self, name) or pattern
+        if not files.items() & patterns.items():
             raise ValueError(
                 "--dump-details has no effect: the files of all dumps are given; remove it."
             )
-        return dataclasses.replace(self, **given)
+        return dataclasses.replace(self, **files)
 
 
 def _check_pattern(label: str, pattern: str | None, names: tuple[str, ...]) -> None:
     """Refuses a file name with fields other than {NAME}."""
     try:
-        fields = [
-            field[1:] for field in string.Formatter().parse(pattern or "") if field[1] is not None
-        ]
+        # Field name, format specification and conversion; the name is None for text at the end.
+        parsed = [field[1:] for field in string.Formatter().parse(pattern or "")]
+        fields = [field for field in parsed if field[0] is not None]
     except ValueError:
         fields = [("unbalanced braces", "", None)]
-    if any(field not in [(name, "", None) for name in names] for field in fields):
+    plain_fields = [(name, "", None) for name in names]
+    if any(field not in plain_fields for field in fields):
         allowed = " and ".join(f"{{{name}}}" for name in names)
         raise ValueError(
             f"{label} is {quoted(pattern)} but may have no field besides {allowed}; double other"
@@ -147,7 +152,7 @@ class ReportingConfig:
     )
     """Mode; unset: from the environment."""
     wandb_dir: str | None = reporting_option(None, metavar="DIR", needs=("--use-wandb",))
-    """Directory of its files; unset: the run directory."""
+    """Directory for files of Weights & Biases; unset: the run directory."""
     prometheus_port: Annotated[int | None, Limits(ge=1, le=65_535)] = reporting_option(None)
     """Port on 127.0.0.1 that serves the last step's metrics to Prometheus."""
     progress: bool = reporting_option(True)

@@ -1,4 +1,4 @@
-"""Options of the training engine (model, parallel sizes, precision, optimizer, checkpoints), and its launcher's."""
+"""Options of the training engine: model, layout, precision, optimizer, checkpoints, launcher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class MegatronConfig:
     lr_decay_iters: Annotated[int | None, Limits(ge=1, le=1_000_000_000)] = optimizer_option(
         None, needs=("--lr-decay-style=linear", "--lr-decay-style=cosine")
     )
-    """Optimizer steps until min_lr; unset: the whole run."""
+    """Optimizer steps until min_lr; unset: until the end of the run."""
     ess_lr_scaling: Literal["off", "sqrt", "linear"] = optimizer_option("off")
     """Multiply each step's learning rate by effective_sequence_share (linear) or its root
     (sqrt)."""
@@ -121,7 +121,8 @@ class MegatronConfig:
     recompute_method: Literal["uniform", "block"] | None = parallel_option(
         None, needs=("--recompute-granularity=full",)
     )
-    """Layers of full recomputation: uniform groups, or the first block of each stage."""
+    """Layers that full recomputation covers: uniform groups, or the first block of a pipeline
+    stage."""
     recompute_num_layers: Annotated[int | None, Limits(ge=1, le=10_000)] = parallel_option(
         None, needs=("--recompute-granularity=full",)
     )
@@ -129,12 +130,16 @@ class MegatronConfig:
     seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = loop_option(1234)
     """Seed of training; sampling has rollout_seed."""
     num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = parallel_option(None)
-    """CPU threads of each process; unset: torch's default."""
+    """CPU threads per process; unset: torch's default."""
 
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:
-        """Of the weights and activations in training."""
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+        """Precision of weights and activations in training."""
+        if self.bf16:
+            return "bf16"
+        if self.fp16:
+            return "fp16"
+        return "fp32"
 
     def __post_init__(self) -> None:
         check_fields(self)

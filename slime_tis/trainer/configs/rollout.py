@@ -35,7 +35,7 @@ RM_TYPES: Mapping[str, tuple[str, ...]] = {
     "random": (),
     "remote_rm": (),
 }
-"""Built-in rewards by name, and the keys of their dictionaries; () for a number."""
+"""Built-in rewards by name, and the keys of their dictionaries; () for a plain number."""
 
 TEMPLATE_ARGUMENTS = (
     "conversation",
@@ -138,9 +138,9 @@ class RolloutConfig:
     """Largest mean absolute difference of the probe's log-probs; unset: from the engines'
     precision."""
     rollout_function_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """User function that makes whole rollouts; the engine still answers held-out prompts."""
+    """User function that replaces the rollout loop; the engine still answers held-out prompts."""
     disable_rollout_global_dataset: bool = rollout_option(False, needs=("--rollout-function-path",))
-    """The rollout function brings its own prompts, so --prompt-data is not needed."""
+    """The rollout function provides the prompts, so --prompt-data is not needed."""
     data_source_path: str | None = data_option(None, metavar="FUNCTION")
     """User class that provides training prompts."""
     prompt_data: str | None = data_option(None, metavar="FILE")
@@ -183,7 +183,8 @@ class RolloutConfig:
     rollout_top_k: Annotated[int, Limits(ge=1, le=10_000_000, also=(-1,))] = sampling_option(-1)
     """Number of likeliest tokens to sample from; -1 keeps all."""
     allow_truncation_bias: bool = sampling_option(False)
-    """Train truncated samples without recorded token sets over the whole vocabulary."""
+    """Train truncated samples without recorded token sets; log-probs then normalize over the full
+    vocabulary."""
     rollout_shuffle: bool = data_option(False)
     """Shuffle the prompts every epoch."""
     rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = sampling_option(42)
@@ -264,19 +265,21 @@ class RolloutConfig:
     def chat_template_options(self) -> dict[str, Any]:
         """Returns the variables of --apply-chat-template-kwargs."""
         text = self.apply_chat_template_kwargs
-        return {} if text is None else parse_template_options(text)
+        if text is None:
+            return {}
+        return parse_template_options(text)
 
     @property
     def needs_prompt_data(self) -> bool:
-        """Whether training prompts come from a file, and not from a user's data source or rollout function."""
+        """Whether training prompts come from --prompt-data, not from a user's function."""
         return self.data_source_path is None and not self.disable_rollout_global_dataset
 
     @property
     def evaluates_locally(self) -> bool:
         """Whether held-out prompts are answered by a model in the training process."""
-        return (
-            self.eval_engine or ("local" if self.rollout_engine == "local" else "rollout")
-        ) == "local"
+        if self.eval_engine is None:
+            return self.rollout_engine == "local"
+        return self.eval_engine == "local"
 
     @property
     def truncates_sampling(self) -> bool:
@@ -285,7 +288,7 @@ class RolloutConfig:
 
     @property
     def records_routed_experts(self) -> bool:
-        """Whether the experts of samples for training are recorded, to be replayed or to measure replay with."""
+        """Whether samples record their experts, for replay or to measure the routing mismatch."""
         return self.use_rollout_routing_replay or self.measure_routing_mismatch is not None
 
     @property
@@ -298,10 +301,10 @@ class RolloutConfig:
 
 
 def _check_reward(config: RolloutConfig) -> None:
-    name, weights = (
-        config.rm_type,
-        (parse_weights(config.reward_weights) if config.reward_weights else {}),
-    )
+    name = config.rm_type
+    weights: dict[str, float] = {}
+    if config.reward_weights:
+        weights = parse_weights(config.reward_weights)
     if name is not None and config.custom_rm_path is not None:
         raise ValueError("--rm-type and --custom-rm-path are both given; remove one of the two.")
     if weights and config.reward_key is not None:
@@ -349,7 +352,8 @@ def _check_evaluation(config: RolloutConfig) -> None:
 
 
 def _check_partial_rollout(config: RolloutConfig) -> None:
-    size, batch = config.over_sampling_batch_size, config.rollout_batch_size
+    size = config.over_sampling_batch_size
+    batch = config.rollout_batch_size
     if size is not None and size < batch:
         raise ValueError(
             f"--over-sampling-batch-size is {size} but --rollout-batch-size is {batch}; raise it."
@@ -392,7 +396,11 @@ def base_name(name: str) -> str:
 
 
 def parse_template_options(text: str) -> dict[str, Any]:
-    """Returns the variables of the chat template; raises ValueError if the text is not a JSON object of variables."""
+    """Returns the variables of the chat template.
+
+    Raises:
+        ValueError: The text is not a JSON object, or sets a variable that this program sets.
+    """
     try:
         options = json.loads(text)
     except (ValueError, RecursionError):

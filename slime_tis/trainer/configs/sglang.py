@@ -1,4 +1,4 @@
-"""Options of the SGLang rollout engine: which servers, how they are asked, and how they get new weights."""
+"""Options of the SGLang rollout engine: servers, requests, and transport of new weights."""
 
 import ipaddress
 import os
@@ -29,18 +29,18 @@ OWN_FLAGS = {
 }
 """Server flags that the run sets itself, and what to do instead."""
 SECRET_FLAG = re.compile(
-    r"(.*-)?(api-?key|keyfile-p\w*|watermark-key\w*|(private|secret|access|auth)-key|passw\w*|passphrase|secret|"
-    r"credentials?|(auth|access|hf|bearer|api)-token)s?(-\w)?"
+    r"(.*-)?(api-?key|keyfile-p\w*|watermark-key\w*|(private|secret|access|auth)-key|passw\w*|"
+    r"passphrase|secret|credentials?|(auth|access|hf|bearer|api)-token)s?(-\w)?"
 )
 """Names of server flags whose value nobody may see."""
 VARIABLE = "-env"
-"""What follows the name of such a flag when its value is the name of an environment variable."""
+"""Ending of such a flag if its value names an environment variable."""
 
 WEIGHT_TRANSPORTS = {
     "distributed": "slime_tis.trainer.engines.sglang.weights.distributed:DistributedSync",
     "disk": "slime_tis.trainer.engines.sglang.weights.disk:DiskSync",
 }
-"""Values of --sglang-weight-sync and the class of each, a `weights.protocol.WeightSync`."""
+"""Classes by value of --sglang-weight-sync; they implement `weights.protocol.WeightSync`."""
 if TYPE_CHECKING:
     WeightTransport = str
 else:
@@ -49,7 +49,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
-    """Servers that are already running, a router in front of some, or servers to start; and how they are used."""
+    """Running servers, a router, or servers to launch, and how the run uses them."""
 
     sglang_url: tuple[str, ...] | None = sglang_option(None, metavar="URL")
     """Running SGLang servers, as http://HOST:PORT."""
@@ -117,7 +117,7 @@ class SGLangConfig:
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        """The URLs of `sglang_url` in one form, without a trailing slash; empty where none are given."""
+        """The normalized URLs of `sglang_url`; empty if it is unset."""
         return tuple(normalized_url(url) for url in self.sglang_url or ())
 
     @property
@@ -134,12 +134,12 @@ class SGLangConfig:
 
     @property
     def api_key(self) -> str | None:
-        """The key in the environment variable, or None where it is unset or empty; not to be logged."""
+        """The key in the environment variable; None if that is unset or empty. Never log it."""
         return os.environ.get(self.sglang_api_key_env) or None
 
     @property
     def admin_api_key(self) -> str | None:
-        """The admin key in its environment variable, or None where it is unset or empty; not to be logged."""
+        """The admin key in its environment variable; None if that is unset or empty. Never log it."""
         return os.environ.get(self.sglang_admin_api_key_env) or None
 
     def check_has_servers(self) -> None:
@@ -152,7 +152,11 @@ class SGLangConfig:
 
 
 def normalized_url(url: str, flag: str = "--sglang-url") -> str:
-    """Returns a URL without trailing slash and with the host in lower case; refuses credentials and queries."""
+    """Returns a URL without trailing slash and with the host in lower case.
+
+    Raises:
+        ValueError: The URL is malformed, or has credentials or a query.
+    """
     parts = split_url(url)
     if (
         parts is None
@@ -169,8 +173,10 @@ def normalized_url(url: str, flag: str = "--sglang-url") -> str:
             " config.yaml would show; put a secret into an environment variable, for"
             " --sglang-api-key-env or a --custom-rm-path function."
         )
-    port = "" if parts.port is None else f":{parts.port}"
-    return f"{parts.scheme}://{bracketed(parts.hostname)}{port}{parts.path.rstrip('/')}"
+    host = bracketed(parts.hostname)
+    if parts.port is not None:
+        host += f":{parts.port}"
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
 
 
 def is_loopback(url: str) -> bool:
@@ -184,16 +190,21 @@ def is_loopback(url: str) -> bool:
 
 def bracketed(host: str) -> str:
     """A host as URLs spell it: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    if ":" in host and not host.startswith("["):
+        return f"[{host}]"
+    return host
 
 
 def split_url(url: str) -> SplitResult | None:
-    """The parts of a URL, or None where it is malformed."""
+    """Returns the parts of a URL; None if it is malformed."""
     try:
         parts = urlsplit(url.strip())
-        return parts if parts.port != 0 else None
+        has_valid_port = parts.port != 0  # reading the port raises if it is no number
     except ValueError:
         return None
+    if not has_valid_port:
+        return None
+    return parts
 
 
 def shown_url(url: str) -> str:
@@ -222,7 +233,8 @@ def _check_sources(config: SGLangConfig) -> None:
     named = " and ".join(f"{source} is {value}" for source, value in _sources(config).items())
     if " and " in named:
         raise ValueError(f"{named}; servers come from one source; keep one of them.")
-    ip, port = config.sglang_router_ip, config.sglang_router_port
+    ip = config.sglang_router_ip
+    port = config.sglang_router_port
     if (ip is None) != (port is None):
         raise ValueError(
             f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither."
@@ -237,7 +249,7 @@ def _check_sources(config: SGLangConfig) -> None:
 
 
 def check_server_args(args: Sequence[str]) -> None:
-    """Refuses flags that the run sets itself, in any spelling that argparse takes, and secrets, unseen."""
+    """Refuses secrets, and flags that the run sets, also in the short forms of argparse."""
     beginning, *flags = flags_of(args)
     if beginning.values:
         raise ValueError(
@@ -258,7 +270,10 @@ def check_server_args(args: Sequence[str]) -> None:
 
 
 def _check_secret(given: str, name: str, values: Sequence[str]) -> None:
-    """Refuses a secret as the value of a server's flag, and an unset environment variable; never shows the value."""
+    """Refuses a flag with a secret as its value, and an unset environment variable.
+
+    Messages never show the value.
+    """
     if SECRET_FLAG.fullmatch(name) and name not in OWN_FLAGS:
         raise ValueError(
             f"{given}, but a secret would be seen in the list of processes, in config.yaml and in"
