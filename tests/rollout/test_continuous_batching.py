@@ -2,14 +2,24 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig
+from transformers import Gemma2Config, LlamaConfig, PreTrainedModel
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.function_requests import SampleEngine, SampleKey, request_uniforms
+from slime_tis.trainer.engines.function_requests import (
+    Generation,
+    Request,
+    RequestParams,
+    SampleEngine,
+    SampleKey,
+    request_uniforms,
+)
 from slime_tis.trainer.engines.local import continuous_batching
 from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching, whole_blocks
 from slime_tis.trainer.engines.local.load_model import load_model, load_tokenizer
@@ -27,16 +37,31 @@ EXACT = {"rtol": 0.0, "atol": 1e-5}
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"]
 
 
-@pytest.fixture(scope="module")
-def batching(tmp_path_factory):
-    made = {}
+@dataclass
+class Turn:
+    """One request of a conversation, and its answer."""
 
-    def make(family, **options):
-        if family not in made:
+    number: int
+    """Number of the conversation."""
+    token_ids: list[int]
+    key: bytes
+    answer: Generation
+
+
+MakeScheduler = Callable[..., ContinuousBatching]
+
+
+@pytest.fixture(scope="module")
+def batching(tmp_path_factory: pytest.TempPathFactory) -> MakeScheduler:
+    """Makes a scheduler; the models are loaded once."""
+    models: dict[str, dict[str, Any]] = {}
+
+    def make(family: str, **options: Any) -> ContinuousBatching:
+        if family not in models:
             path = make_checkpoint(
                 tmp_path_factory.mktemp("model") / family, family, max_position_embeddings=512
             )
-            made[family] = {
+            models[family] = {
                 "model": load_model(path, torch.float32),
                 "tokenizer": load_tokenizer(path),
             }
@@ -49,13 +74,13 @@ def batching(tmp_path_factory):
             "max_batch_tokens": 64 * 512,
             "check_interrupts": lambda: None,
         }
-        return ContinuousBatching(**made[family], **{**defaults, **options})
+        return ContinuousBatching(**models[family], **{**defaults, **options})
 
     return make
 
 
 @asynccontextmanager
-async def running(scheduler):
+async def running(scheduler: ContinuousBatching) -> AsyncIterator[None]:
     task = asyncio.create_task(scheduler.run())
     try:
         yield
@@ -64,279 +89,542 @@ async def running(scheduler):
         await asyncio.gather(task, return_exceptions=True)
 
 
-def engine_of(scheduler, number, sampling=RUN, seed=11):
+def make_engine(
+    scheduler: ContinuousBatching, number: int, sampling: Sampling = RUN
+) -> tuple[SampleEngine, list[bytes]]:
+    """The engine of a sample, and the keys of its requests, which grow."""
     keys = []
 
-    async def answer(request):
+    async def answer(request: Request) -> Generation:
         keys.append(request.key)
         return await scheduler.answer(request)
 
-    key = SampleKey(seed=seed, prompt_index=number, occurrence=0, sample=0)
+    key = SampleKey(seed=11, prompt_index=number, occurrence=0, sample=0)
     engine = SampleEngine(answer, sampling, key, number=number, vocab_size=64)
-    engine.keys = keys
-    return engine
+    return engine, keys
 
 
 @torch.inference_mode()
-def reference(model, token_ids, key, sampling=RUN):
-    """What a request has to sample: one forward pass over the whole sequence for each token."""
-    ids, uniforms, log_probs = list(token_ids), request_uniforms(key), []
-    while len(log_probs) < sampling.max_response_len:
-        tokens, found, _ = sample_tokens(
+def reference(
+    model: PreTrainedModel, token_ids: list[int], key: bytes
+) -> tuple[list[int], list[float]]:
+    """Expected tokens and log-probs: one pass over the complete sequence for each token."""
+    ids = list(token_ids)
+    uniforms = request_uniforms(key)
+    log_probs: list[float] = []
+    while len(log_probs) < RUN.max_response_len:
+        tokens, token_log_probs, _ = sample_tokens(
             model(torch.tensor([ids]), use_cache=False).logits[:, -1],
             torch.tensor([next(uniforms)], dtype=torch.float64),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            temperature=RUN.temperature,
+            top_p=RUN.top_p,
+            top_k=RUN.top_k,
         )
         ids.append(int(tokens))
-        log_probs.append(float(found))
-        if ids[-1] in (EOS, *sampling.stop_token_ids):
+        log_probs.append(float(token_log_probs))
+        if ids[-1] in (EOS, *RUN.stop_token_ids):
             break
     return ids[len(token_ids) :], log_probs
 
 
-async def episode(engine, number, *, turns=3, found, delay=None):
+async def converse(
+    scheduler: ContinuousBatching,
+    number: int,
+    sampling: Sampling,
+    turns: int,
+    delay: random.Random | None,
+) -> list[Turn]:
     """A conversation: a prompt that others share, answers, and observations of uneven length."""
+    engine, keys = make_engine(scheduler, number, sampling)
     draw = random.Random(number)
     ids = [1, *range(10, 22), 5 + number % 3, *draw.choices(range(3, 60), k=number % 5)]
+    conversation = []
     for _ in range(turns):
         answer = await engine.generate(ids)
-        found.append((number, list(ids), engine.keys[-1], answer))
+        conversation.append(Turn(number, list(ids), keys[-1], answer))
         ids += answer.token_ids + draw.choices(range(3, 60), k=1 + draw.randrange(9))
         if delay is not None:
             for _ in range(delay.randrange(12)):
                 await asyncio.sleep(0)
+    return conversation
 
 
-def episodes(scheduler, numbers, *, shuffle=None, concurrency=64, sampling=RUN, turns=3):
-    found = []
+def run_conversations(
+    scheduler: ContinuousBatching,
+    numbers: Iterable[int],
+    *,
+    shuffle: int | None = None,
+    concurrency: int = 64,
+    sampling: Sampling = RUN,
+    turns: int = 3,
+) -> list[Turn]:
+    """The turns of all conversations, in the order of their numbers."""
+    gate = asyncio.Semaphore(concurrency)
+    results: list[Turn] = []
 
-    async def go():
-        gate = asyncio.Semaphore(concurrency)
+    async def run_one(number: int) -> None:
+        delay = None
+        if shuffle is not None:
+            delay = random.Random(number + shuffle)
+        async with gate:
+            results.extend(await converse(scheduler, number, sampling, turns, delay))
+            scheduler.end_sample(number)
 
-        async def one(number):
-            async with gate:
-                delay = None if shuffle is None else random.Random(number + shuffle)
-                await episode(
-                    engine_of(scheduler, number, sampling),
-                    number,
-                    turns=turns,
-                    found=found,
-                    delay=delay,
-                )
-                scheduler.end_sample(number)
-
+    async def run_all() -> None:
         order = list(numbers)
         if shuffle is not None:
             random.Random(shuffle).shuffle(order)
         async with running(scheduler):
-            await asyncio.gather(*map(one, order))
+            await asyncio.gather(*map(run_one, order))
 
-    asyncio.run(go())
-    return sorted(found, key=lambda entry: (entry[0], len(entry[1])))
-
-
-def assert_same(one, other):
-    for (number, ids, key, a), (other_number, other_ids, other_key, b) in zip(
-        one, other, strict=True
-    ):
-        assert (number, ids, key) == (other_number, other_ids, other_key)
-        assert (a.token_ids, a.finish_reason, a.text) == (b.token_ids, b.finish_reason, b.text)
-        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), **EXACT)
+    asyncio.run(run_all())
+    return sorted(results, key=lambda turn: (turn.number, len(turn.token_ids)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_those_of_plain_forward_passes(batching, family):
-    scheduler = batching(family)
-    answers = episodes(scheduler, range(6))
-    assert len(answers) == 18
-    for _, ids, key, answer in answers:
-        tokens, log_probs = reference(scheduler.model, ids, key)
-        assert answer.token_ids == tokens
-        assert answer.finish_reason == ("stop" if tokens[-1] in (EOS, 7) else "length")
-        assert answer.weight_versions == [3] * len(tokens)
-        torch.testing.assert_close(torch.tensor(answer.log_probs), torch.tensor(log_probs), **EXACT)
-    assert scheduler.counts["reused"] > sum(len(ids) for _, ids, _, _ in answers) / 2
+def assert_same_turns(turns: list[Turn], others: list[Turn]) -> None:
+    for turn, other in zip(turns, others, strict=True):
+        assert (turn.number, turn.token_ids, turn.key) == (
+            other.number,
+            other.token_ids,
+            other.key,
+        )
+        assert turn.answer.token_ids == other.answer.token_ids
+        assert turn.answer.finish_reason == other.answer.finish_reason
+        assert turn.answer.text == other.answer.text
+        assert_same_log_probs(turn.answer, other.answer)
 
 
-def test_answers_depend_on_neither_arrival_nor_concurrency_nor_companions(batching):
-    alone = [entry for number in range(5) for entry in episodes(batching("qwen3"), [number])]
-    for options in ({}, {"shuffle": 1}, {"shuffle": 2, "concurrency": 2}):
-        assert_same(alone, episodes(batching("qwen3"), range(5), **options))
-    assert_same(alone, episodes(batching("qwen3", max_batch=2), range(5)))
+def assert_same_log_probs(answer: Generation, other: Generation) -> None:
+    torch.testing.assert_close(
+        torch.tensor(answer.log_probs), torch.tensor(other.log_probs), **EXACT
+    )
 
 
-def test_a_small_memory_is_kept_to_and_changes_nothing(batching, monkeypatch):
-    monkeypatch.setattr(continuous_batching, "BLOCK", 16)
-    sampling, large = Sampling(max_response_len=20, stop_token_ids=()), batching("llama")
-    whole = episodes(large, range(5), sampling=sampling, turns=2)
-    assert large.counts["preempted"] == 0
+@dataclass
+class FamilyRun:
+    """Six conversations with the model of one family."""
+
+    scheduler: ContinuousBatching
+    turns: list[Turn]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_run(request: pytest.FixtureRequest, batching: MakeScheduler) -> FamilyRun:
+    scheduler = batching(request.param)
+    return FamilyRun(scheduler, run_conversations(scheduler, range(6)))
+
+
+def test_every_request_is_answered(family_run):
+    assert len(family_run.turns) == 18
+
+
+def test_answers_are_those_of_plain_forward_passes(family_run):
+    for turn in family_run.turns:
+        tokens, log_probs = reference(family_run.scheduler.model, turn.token_ids, turn.key)
+        assert turn.answer.token_ids == tokens
+        torch.testing.assert_close(
+            torch.tensor(turn.answer.log_probs), torch.tensor(log_probs), **EXACT
+        )
+
+
+def test_the_finish_reason_tells_stop_from_length(family_run):
+    for turn in family_run.turns:
+        stops = turn.answer.token_ids[-1] in (EOS, 7)
+        assert turn.answer.finish_reason == ("stop" if stops else "length")
+
+
+def test_every_token_has_the_weight_version(family_run):
+    for turn in family_run.turns:
+        assert turn.answer.weight_versions == [3] * len(turn.answer.token_ids)
+
+
+def test_half_of_the_input_tokens_are_reused(family_run):
+    input_tokens = sum(len(turn.token_ids) for turn in family_run.turns)
+    assert family_run.scheduler.counts["reused"] > input_tokens / 2
+
+
+@pytest.fixture(scope="module")
+def turns_alone(batching: MakeScheduler) -> list[Turn]:
+    """Five conversations, each by a scheduler of its own."""
+    turns = []
+    for number in range(5):
+        turns += run_conversations(batching("qwen3"), [number])
+    return turns
+
+
+ARRIVALS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "shuffled": {"shuffle": 1},
+    "two at once": {"shuffle": 2, "concurrency": 2},
+}
+
+
+@pytest.mark.parametrize("arrival", ARRIVALS.values(), ids=ARRIVALS)
+def test_answers_do_not_depend_on_arrival(batching, turns_alone, arrival):
+    assert_same_turns(turns_alone, run_conversations(batching("qwen3"), range(5), **arrival))
+
+
+def test_answers_do_not_depend_on_the_batch_size(batching, turns_alone):
+    scheduler = batching("qwen3", max_batch=2)
+    assert_same_turns(turns_alone, run_conversations(scheduler, range(5)))
+
+
+LONG = Sampling(max_response_len=20, stop_token_ids=())
+
+
+@dataclass
+class SmallMemoryRun:
+    """The same conversations with a large and with a small key/value cache."""
+
+    large: ContinuousBatching
+    large_turns: list[Turn]
+    small: ContinuousBatching
+    small_turns: list[Turn]
+    max_tokens: int
+    """Tokens of the small cache."""
+    longest: int
+    """Slot size that the longest sequence needs."""
+
+
+@pytest.fixture(scope="module", params=[8 * 16, 16], ids=["eight blocks", "one slot"])
+def small_memory(request: pytest.FixtureRequest, batching: MakeScheduler) -> SmallMemoryRun:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous_batching, "BLOCK", 16)
+        large = batching("llama")
+        large_turns = run_conversations(large, range(5), sampling=LONG, turns=2)
+        small = batching("llama", max_batch_tokens=request.param)
+        small_turns = run_conversations(small, range(5), sampling=LONG, turns=2)
+        lengths = [len(turn.token_ids) + len(turn.answer.token_ids) for turn in large_turns]
+        longest = whole_blocks(max(lengths))
+    return SmallMemoryRun(large, large_turns, small, small_turns, request.param, longest)
+
+
+def test_answers_do_not_depend_on_the_memory(small_memory):
+    assert_same_turns(small_memory.large_turns, small_memory.small_turns)
+
+
+def test_a_small_memory_is_not_exceeded(small_memory):
+    num_bytes = 0
+    for tensor in small_memory.small._cache._tensors():
+        if tensor._data is not None:
+            num_bytes += tensor._data.nbytes
     per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, bytes
-    longest = whole_blocks(max(len(ids) + len(answer.token_ids) for _, ids, _, answer in whole))
-    for tokens, preempts in ((8 * 16, True), (16, False)):  # the latter has one slot alone
-        small = batching("llama", max_batch_tokens=tokens)
-        assert_same(whole, episodes(small, range(5), sampling=sampling, turns=2))
-        num_bytes = sum(
-            tensor._data.nbytes for tensor in small._cache._tensors() if tensor._data is not None
-        )
-        assert num_bytes <= per_token * max(tokens, longest)
-        assert (small.counts["preempted"] > 0) == preempts
+    assert num_bytes <= per_token * max(small_memory.max_tokens, small_memory.longest)
 
 
-def ask_all(scheduler, requests, sampling=RUN):
-    async def go():
-        engine = engine_of(scheduler, 0, sampling)
+def test_a_small_memory_of_several_slots_preempts(small_memory):
+    # A cache of 16 tokens has a single slot, so that no running request has to make room.
+    assert (small_memory.small.counts["preempted"] > 0) == (small_memory.max_tokens > 16)
+
+
+def test_a_large_memory_preempts_nothing(small_memory):
+    assert small_memory.large.counts["preempted"] == 0
+
+
+def generate_all(
+    scheduler: ContinuousBatching,
+    inputs: Sequence[list[int]],
+    *,
+    params: Sequence[RequestParams] | None = None,
+    sessions: Sequence[str | None] | None = None,
+    sampling: Sampling = RUN,
+) -> list[Generation]:
+    """The answers to concurrent requests of one sample."""
+    if params is None:
+        params = [None] * len(inputs)
+    if sessions is None:
+        sessions = [str(number) for number in range(len(inputs))]
+
+    async def generate() -> list[Generation]:
+        engine, _ = make_engine(scheduler, 0, sampling)
+        requests = []
+        for ids, request_params, session in zip(inputs, params, sessions, strict=True):
+            requests.append(engine.generate(ids, request_params, session_id=session))
         async with running(scheduler):
-            return await asyncio.gather(
-                *(
-                    engine.generate(ids, params, session_id=session)
-                    for ids, params, session in requests
-                )
-            )
+            return await asyncio.gather(*requests)
 
-    return asyncio.run(go())
+    return asyncio.run(generate())
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "glm4_moe"])
-def test_experts_and_their_weights_are_those_of_one_forward_pass(batching, family):
-    """Of the prompt that requests share, of what is prefilled and of what is sampled."""
-    scheduler = batching(family, records_routing=True)
+@pytest.fixture(scope="module", params=["qwen2_moe", "qwen3_moe", "glm4_moe"])
+def routed_run(request: pytest.FixtureRequest, batching: MakeScheduler) -> FamilyRun:
+    """Conversations that share a prompt, with experts and their weights recorded."""
+    scheduler = batching(request.param, records_routing=True)
     sampling = Sampling(max_response_len=9, return_routed_experts=True, return_routing_weights=True)
-    answers = episodes(scheduler, range(5), sampling=sampling)
-    assert scheduler.counts["reused"] > 0
-    for _, ids, _, answer in answers:
-        fed = [*ids, *answer.token_ids[:-1]]
-        with RoutingRecorder(scheduler.model) as recorder, torch.no_grad():
-            scheduler.model(torch.tensor([fed]), use_cache=False)
-            experts, weights = recorder.take(1)
-        assert torch.equal(answer.routed_experts, experts[0])
-        torch.testing.assert_close(answer.routing_weights, weights[0], **EXACT)
+    return FamilyRun(scheduler, run_conversations(scheduler, range(5), sampling=sampling))
 
 
-def test_each_request_is_sampled_as_it_asks(batching):
-    """Requests of one batch with other temperatures, cuts and stops; the sets that could be sampled are recorded."""
+def forward_routing(
+    model: PreTrainedModel, token_ids: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and their weights in one forward pass over the sequence."""
+    with RoutingRecorder(model) as recorder, torch.no_grad():
+        model(torch.tensor([token_ids]), use_cache=False)
+        experts, weights = recorder.take(1)
+    return experts[0], weights[0]
+
+
+def test_experts_are_those_of_one_forward_pass(routed_run):
+    for turn in routed_run.turns:
+        tokens = [*turn.token_ids, *turn.answer.token_ids[:-1]]
+        experts, _ = forward_routing(routed_run.scheduler.model, tokens)
+        assert torch.equal(turn.answer.routed_experts, experts)
+
+
+def test_routing_weights_are_those_of_one_forward_pass(routed_run):
+    for turn in routed_run.turns:
+        tokens = [*turn.token_ids, *turn.answer.token_ids[:-1]]
+        _, weights = forward_routing(routed_run.scheduler.model, tokens)
+        torch.testing.assert_close(turn.answer.routing_weights, weights, **EXACT)
+
+
+def test_routed_requests_share_their_prompt(routed_run):
+    assert routed_run.scheduler.counts["reused"] > 0
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "hot, top-k": {"temperature": 1.5, "top_k": 4},
+    "top-p": {"top_p": 0.5},
+    "options of the run": {},
+    "stop tokens": {"stop_token_ids": list(range(5, 60, 3))},
+    "stop strings": {"stop": ["a", "9k", "b"], "max_new_tokens": 60},
+    "short": {"temperature": 0.0, "max_new_tokens": 3, "skip_special_tokens": False},
+}
+PROMPT = [1, *range(20, 40)]
+
+
+@dataclass
+class MixedRequest:
+    """One request of a batch with other options in each request."""
+
+    params: dict[str, Any]
+    answer: Generation
+    log_probs: torch.Tensor
+    """Expected log-probs of all tokens at each position, [T, V]; -inf if filtered out."""
+    text: str
+
+    @property
+    def is_stopped(self) -> bool:
+        if self.answer.token_ids[-1] in (EOS, *self.params.get("stop_token_ids", [])):
+            return True
+        return any(stop in self.text for stop in self.params.get("stop", []))
+
+
+@pytest.fixture(scope="module")
+def mixed_batch(batching: MakeScheduler) -> dict[str, MixedRequest]:
     scheduler = batching("qwen3")
-    run = Sampling(max_response_len=15, return_sampling_mask=True)
-    asked = [
-        {"temperature": 0.0},
-        {"temperature": 1.5, "top_k": 4},
-        {"top_p": 0.5},
-        {},
-        {"stop_token_ids": list(range(5, 60, 3))},
-        {"stop": ["a", "9k", "b"], "max_new_tokens": 60},
-        {"temperature": 0.0, "max_new_tokens": 3, "skip_special_tokens": False},
-    ]
-    ids = [1, *range(20, 40)]
-    answers = ask_all(
-        scheduler, [(ids, params, str(place)) for place, params in enumerate(asked)], run
+    sampling = Sampling(max_response_len=15, return_sampling_mask=True)
+    answers = generate_all(
+        scheduler, [PROMPT] * len(REQUESTS), params=list(REQUESTS.values()), sampling=sampling
     )
-    for params, answer in zip(asked, answers, strict=True):
-        text = "".join(scheduler.tokenizer.decode([token]) for token in answer.token_ids)
-        stops, length = params.get("stop_token_ids", []), params.get("max_new_tokens", 15)
-        stopped = answer.token_ids[-1] in (EOS, *stops) or any(
-            stop in text for stop in params.get("stop", [])
-        )
-        assert answer.finish_reason == ("stop" if stopped else "length")
-        assert stopped or len(answer.token_ids) == length
-        assert not {EOS, *stops} & set(answer.token_ids[:-1])
+    requests = {}
+    for (name, params), answer in zip(REQUESTS.items(), answers, strict=True):
+        sequence = torch.tensor([[*PROMPT, *answer.token_ids[:-1]]])
         with torch.no_grad():
-            logits = scheduler.model(torch.tensor([[*ids, *answer.token_ids[:-1]]])).logits[
-                0, len(ids) - 1 :
-            ]
+            logits = scheduler.model(sequence).logits[0, len(PROMPT) - 1 :]
         if params.get("temperature") == 0:
-            expected = logits.log_softmax(-1)
-            assert answer.token_ids == expected.argmax(-1).tolist()
+            log_probs = logits.log_softmax(-1)
         else:
-            expected = log_softmax(
-                filtered_logits(
-                    logits,
-                    temperature=params.get("temperature", 1.0),
-                    top_p=params.get("top_p", 1.0),
-                    top_k=params.get("top_k", -1),
-                )
+            filtered = filtered_logits(
+                logits,
+                temperature=params.get("temperature", 1.0),
+                top_p=params.get("top_p", 1.0),
+                top_k=params.get("top_k", -1),
             )
-        log_probs = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, **EXACT)
-        cut = [
-            row.nonzero()[:, 0].tolist() if not row.all() else [] for row in expected > -torch.inf
-        ]
-        assert answer.sampling_mask.sets() == cut
+            log_probs = log_softmax(filtered)
+        text = "".join(scheduler.tokenizer.decode([token]) for token in answer.token_ids)
+        requests[name] = MixedRequest(params, answer, log_probs, text)
+    return requests
 
 
-def test_a_shared_prompt_is_computed_once_and_the_context_ends_a_response(batching):
-    scheduler, prompt = batching("llama"), [1, *range(3, 60)]
-    ask_all(scheduler, [(prompt, None, str(place)) for place in range(6)])
-    assert (scheduler.counts["passes"], scheduler.counts["prefilled"]) == (1, 58)
+@pytest.fixture(params=REQUESTS)
+def mixed_request(
+    request: pytest.FixtureRequest, mixed_batch: dict[str, MixedRequest]
+) -> MixedRequest:
+    return mixed_batch[request.param]
+
+
+def test_a_request_ends_at_its_own_stops(mixed_request):
+    reason = "stop" if mixed_request.is_stopped else "length"
+    assert mixed_request.answer.finish_reason == reason
+
+
+def test_a_request_without_a_stop_has_its_length(mixed_request):
+    length = mixed_request.params.get("max_new_tokens", 15)
+    assert mixed_request.is_stopped or len(mixed_request.answer.token_ids) == length
+
+
+def test_no_token_follows_a_stop_token(mixed_request):
+    stops = {EOS, *mixed_request.params.get("stop_token_ids", [])}
+    assert not stops & set(mixed_request.answer.token_ids[:-1])
+
+
+@pytest.mark.parametrize("name", ["greedy", "short"])
+def test_temperature_zero_takes_the_likeliest_token(mixed_batch, name):
+    request = mixed_batch[name]
+    assert request.answer.token_ids == request.log_probs.argmax(-1).tolist()
+
+
+def test_log_probs_follow_the_options_of_the_request(mixed_request):
+    tokens = torch.tensor(mixed_request.answer.token_ids)[:, None]
+    log_probs = mixed_request.log_probs.gather(-1, tokens)[:, 0]
+    torch.testing.assert_close(torch.tensor(mixed_request.answer.log_probs), log_probs, **EXACT)
+
+
+def test_the_sets_that_could_be_sampled_are_recorded(mixed_request):
+    token_sets = []
+    for row in mixed_request.log_probs > -torch.inf:
+        # an empty set stands for the complete vocabulary
+        token_sets.append([] if row.all() else row.nonzero()[:, 0].tolist())
+    assert mixed_request.answer.sampling_mask.sets() == token_sets
+
+
+def test_a_shared_prompt_is_computed_once(batching):
+    scheduler = batching("llama")
+    generate_all(scheduler, [[1, *range(3, 60)]] * 6)
+    assert scheduler.counts["passes"] == 1
+    assert scheduler.counts["prefilled"] == 58
     assert scheduler.counts["reused"] == 5 * 58
-    run = Sampling(max_response_len=90, max_context_len=20)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "response_len"),
+    [(25, 0), (20, 0), (12, 8)],
+    ids=["longer than the context", "fills the context", "shorter"],
+)
+def test_the_context_ends_a_response(batching, prompt_len, response_len):
+    sampling = Sampling(max_response_len=90, max_context_len=20)
     scheduler = batching("llama", eos_token_ids=frozenset(), context_len=30)
-    long, short, full = ask_all(
-        scheduler, [([1] * 25, None, "a"), ([1] * 12, None, "b"), ([1] * 20, None, "c")], run
-    )
-    assert (long.token_ids, long.finish_reason, long.text) == ([], "length", "")
-    assert (len(short.token_ids), short.finish_reason, full.token_ids) == (8, "length", [])
+    (answer,) = generate_all(scheduler, [[1] * prompt_len], sampling=sampling)
+    assert len(answer.token_ids) == response_len
+    assert answer.finish_reason == "length"
+    assert (answer.text == "") == (response_len == 0)
 
 
-def test_a_turn_feeds_only_what_is_new(batching):
+def test_requests_that_reach_the_context_share_a_batch(batching):
+    sampling = Sampling(max_response_len=90, max_context_len=20)
+    scheduler = batching("llama", eos_token_ids=frozenset(), context_len=30)
+    answers = generate_all(scheduler, [[1] * 25, [1] * 12, [1] * 20], sampling=sampling)
+    assert [len(answer.token_ids) for answer in answers] == [0, 8, 0]
+
+
+@dataclass
+class SecondTurn:
+    """Tokens that the second turn of a conversation fed, and the slots after it."""
+
+    prefilled: int
+    slots: int
+
+
+@pytest.fixture(scope="module")
+def second_turn(batching: MakeScheduler) -> SecondTurn:
     scheduler = batching("llama")
 
-    async def go():
-        engine = engine_of(scheduler, 0)
+    async def converse_twice() -> SecondTurn:
+        engine, _ = make_engine(scheduler, 0)
         async with running(scheduler):
             first = [1, *range(3, 60)]
             answer = await engine.generate(first)
-            second = [*first, *answer.token_ids, 9, 8, 7]
-            before = scheduler.counts.copy()
-            await engine.generate(second)
-            return scheduler.counts["prefilled"] - before["prefilled"], len(scheduler._slots)
+            before = scheduler.counts["prefilled"]
+            await engine.generate([*first, *answer.token_ids, 9, 8, 7])
+            return SecondTurn(scheduler.counts["prefilled"] - before, len(scheduler._slots))
 
-    assert asyncio.run(go()) == (4, 1)  # the last sampled token has not been fed
+    return asyncio.run(converse_twice())
 
 
-def test_long_inputs_are_prefilled_in_parts(batching, monkeypatch):
+def test_a_turn_feeds_only_what_is_new(second_turn):
+    # three new tokens, and the last sampled one, which was not fed before
+    assert second_turn.prefilled == 4
+
+
+def test_a_turn_continues_in_the_slot_of_its_conversation(second_turn):
+    assert second_turn.slots == 1
+
+
+@dataclass
+class ChunkedPrefill:
+    """Answers to the same inputs, prefilled in one part and in several."""
+
+    one_part: list[Generation]
+    several_parts: list[Generation]
+    passes: int
+    """Passes of the prefill in several parts."""
+
+
+@pytest.fixture(scope="module")
+def chunked_prefill(batching: MakeScheduler) -> ChunkedPrefill:
     draw = random.Random(0)
-    inputs = [[1, *draw.choices(range(3, 60), k=length)] for length in (300, 40, 7, 2, 0)]
-    whole = ask_all(batching("qwen3"), [(ids, None, None) for ids in inputs])
-    monkeypatch.setattr(continuous_batching, "PREFILL_COLUMNS", 16)
-    monkeypatch.setattr(continuous_batching, "PREFILL_TOKENS", 40)
+    inputs = []
+    for length in (300, 40, 7, 2, 0):
+        inputs.append([1, *draw.choices(range(3, 60), k=length)])
+    sessions = [None] * len(inputs)
+    one_part = generate_all(batching("qwen3"), inputs, sessions=sessions)
     scheduler = batching("qwen3")
-    for one, other in zip(
-        whole, ask_all(scheduler, [(ids, None, None) for ids in inputs]), strict=True
-    ):
-        assert one.token_ids == other.token_ids
-        torch.testing.assert_close(
-            torch.tensor(one.log_probs), torch.tensor(other.log_probs), **EXACT
-        )
-    assert scheduler.counts["passes"] >= 19
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous_batching, "PREFILL_COLUMNS", 16)
+        patch.setattr(continuous_batching, "PREFILL_TOKENS", 40)
+        several_parts = generate_all(scheduler, inputs, sessions=sessions)
+    return ChunkedPrefill(one_part, several_parts, scheduler.counts["passes"])
 
 
-def test_a_cancelled_request_leaves_the_batch(batching):
+def test_prefill_in_parts_changes_no_answer(chunked_prefill):
+    parts = zip(chunked_prefill.one_part, chunked_prefill.several_parts, strict=True)
+    for answer, other in parts:
+        assert answer.token_ids == other.token_ids
+        assert_same_log_probs(answer, other)
+
+
+def test_long_inputs_are_prefilled_in_parts(chunked_prefill):
+    assert chunked_prefill.passes >= 19
+
+
+@dataclass
+class AfterCancellation:
+    """A request after three cancelled ones: decode steps until its answer, and the answer."""
+
+    steps: int
+    answer: Generation
+
+
+@pytest.fixture(scope="module")
+def after_cancellation(batching: MakeScheduler) -> AfterCancellation:
     scheduler = batching("llama", max_batch=2)
 
-    async def go():
-        engine = engine_of(scheduler, 0, Sampling(max_response_len=400, stop_token_ids=()))
+    async def cancel_requests() -> AfterCancellation:
+        engine, _ = make_engine(scheduler, 0, Sampling(max_response_len=400, stop_token_ids=()))
         async with running(scheduler):
             # The third waits for a slot; none of the three has another way to end before the
             # context does.
-            asked = [asyncio.create_task(engine.generate([1, first] * 9)) for first in (5, 6, 7)]
+            requests = []
+            for token in (5, 6, 7):
+                requests.append(asyncio.create_task(engine.generate([1, token] * 9)))
             while scheduler.counts["decoded"] < 20:
                 await asyncio.sleep(0)
-            for task in asked:
+            for task in requests:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-            steps = scheduler.counts["steps"]
+            await asyncio.gather(*requests, return_exceptions=True)
+            before = scheduler.counts["steps"]
             answer = await engine.generate([1, 5, 6], {"max_new_tokens": 3})
-            return scheduler.counts["steps"] - steps, answer
+            return AfterCancellation(scheduler.counts["steps"] - before, answer)
 
-    steps, answer = asyncio.run(go())
-    assert steps <= 4 and len(answer.token_ids) <= 3
+    return asyncio.run(cancel_requests())
 
 
-def test_models_that_cannot_be_batched_are_refused():
+def test_a_cancelled_request_leaves_the_batch(after_cancellation):
+    assert after_cancellation.steps <= 4
+
+
+def test_a_request_after_cancelled_ones_is_answered(after_cancellation):
+    assert len(after_cancellation.answer.token_ids) <= 3
+
+
+def test_a_sliding_window_cannot_be_batched():
     with pytest.raises(ValueError, match="a cache of DynamicSlidingWindowLayer"):
         check_config(Gemma2Config())
+
+
+def test_dynamic_rotary_embeddings_cannot_be_batched():
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(ValueError, match="dynamic rotary embeddings"):
-        check_config(
-            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-        )
+        check_config(LlamaConfig(rope_parameters=parameters))
