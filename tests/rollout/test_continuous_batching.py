@@ -1,4 +1,4 @@
-"""The scheduler against plain forward passes, in any order of arrival, at any size of its memory."""
+"""The scheduler against plain forward passes, for any order of arrival and size of its memory."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ from slime_tis.trainer.engines.local.token_sampling import (
 from tests.checkpoints import EOS, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))
-EXACT = {"rtol": 0.0, "atol": 1e-5}
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"]
 
 

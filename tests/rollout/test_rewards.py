@@ -1,19 +1,18 @@
 """Rewards by name, by function and by server, held to their contracts."""
 
 import asyncio
-import json
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from inspect import isawaitable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.configs.rollout import RolloutConfig
-from slime_tis.trainer.data.sample import Prompt
-from slime_tis.trainer.data.sample_file import from_dict, to_dict
+from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.rewards.remote_reward import MAX_ANSWER_BYTES, RewardServer
 from slime_tis.trainer.rewards.rewards import (
@@ -26,40 +25,52 @@ from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
 from slime_tis.trainer.sample_pipeline import mask_removed_samples
 from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
 from tests.runs import free_port
-from tests.samples import make_sample
+from tests.samples import flat, make_sample, reloaded
 
 
-def make_config(**options):
+def make_config(**options: Any) -> RolloutConfig:
     return RolloutConfig(
         prompt_data="p", rollout_batch_size=2, rollout_max_response_len=4, **options
     )
 
 
-def make_samples(*groups, label="12"):
-    return [
-        make_sample(
-            Prompt(
-                index=10 + group, text="?", token_ids=(1,), label=label, metadata={"group": group}
-            ),
-            [3],
-            group_index=group,
-            response=response,
+def make_samples(*groups: Sequence[str], label: str | None = "12") -> list[Sample]:
+    """A sample for each response of each group; the first group's prompt has index 10."""
+    samples = []
+    for group, responses in enumerate(groups):
+        prompt = Prompt(
+            index=10 + group, text="?", token_ids=(1,), label=label, metadata={"group": group}
         )
-        for group, responses in enumerate(groups)
-        for response in responses
-    ]
+        for response in responses:
+            samples.append(make_sample(prompt, [3], group_index=group, response=response))
+    return samples
 
 
-def test_rewards_by_name_of_the_run_or_of_a_row():
+def test_a_reward_by_name_scores_each_sample():
     reward = build_reward(make_config(rm_type="exact_match"))
     assert reward(make_samples(["12", "21"], ["12", "12", ""])) == [1.0, 0.0, 1.0, 1.0, 0.0]
-    assert reward([]) == []
+
+
+def test_a_reward_by_name_scores_no_samples():
+    assert build_reward(make_config(rm_type="exact_match"))([]) == []
+
+
+def test_an_unknown_reward_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="--rm-type is 'mathh' but must be one of exact_match, "):
         make_config(rm_type="mathh")
+
+
+def test_an_unknown_reward_after_boxed_is_refused():
     with pytest.raises(ValueError, match="--rm-type is 'boxed_ifbench'"):
         make_config(rm_type="boxed_ifbench")
+
+
+def test_a_reward_by_name_needs_a_label():
     with pytest.raises(ValueError, match="prompt 10 has no label"):
         build_reward(make_config(rm_type="math"))(make_samples(["1"], label=None))
+
+
+def test_the_reward_of_a_row_replaces_that_of_the_run():
     samples = make_samples(["so \\boxed{12}"], ["12"], ["so \\boxed{12}"])
     samples[1].metadata["rm_type"] = "exact_match"
     samples[2].metadata["rm_type"] = "boxed_exact_match"
@@ -82,36 +93,45 @@ async def group(args, samples, **kwargs):
 """
 
 
-def written(tmp_path, code, name="fn", **options):
-    path = tmp_path / f"reward_{len(list(tmp_path.iterdir()))}.py"
+def custom_reward(tmp_path: Path, code: str, name: str = "fn", **options: Any) -> RolloutConfig:
+    """The configuration of a run with this code as `--custom-rm-path`."""
+    path = tmp_path / "reward.py"
     path.write_text(code)
     return make_config(custom_rm_path=f"{path}:{name}", **options)
 
 
-def test_functions_take_a_sample_or_a_group_and_return_one_reward_each(tmp_path):
-    for name, scores in {
-        "plain": [2.0, 4.0, 2.0],
-        "slow": [1.0, 2.0, 2.0],
-        "group": [2.0, 2.0, 1.0],
-    }.items():
-        reward = build_reward(written(tmp_path, CUSTOM, name), Namespace(scale=2))
-        assert reward(make_samples(["a", "aa"], ["b"])) == scores
-    for returned in ("[1.0]", "1.0", "None", "[1.0, 2.0, 3.0]"):
-        code = f"async def fn(args, samples, **kwargs):\n    return {returned}\n"
-        assert (
-            f"fn (FILE, line 1) returned {returned} for the 2 samples of prompt 10"
-            in refusal_of(tmp_path, code)
-        )
-    assert "cannot be called as fn(args, sample)" in refusal_of(
-        tmp_path, "def fn(args):\n    return 1\n"
-    )
+FUNCTION_SCORES = {
+    "plain": [2.0, 4.0, 2.0],
+    "slow": [1.0, 2.0, 2.0],
+    "group": [2.0, 2.0, 1.0],
+}
 
 
-def refusal_of(tmp_path, code, **options):
-    config = written(tmp_path, code, **options)
-    with pytest.raises(CustomFunctionError) as refusal:
+@pytest.mark.parametrize(("name", "scores"), FUNCTION_SCORES.items(), ids=FUNCTION_SCORES)
+def test_a_function_scores_samples_or_groups(tmp_path, name, scores):
+    reward = build_reward(custom_reward(tmp_path, CUSTOM, name), Namespace(scale=2))
+    assert reward(make_samples(["a", "aa"], ["b"])) == scores
+
+
+@pytest.mark.parametrize("returned", ["[1.0]", "1.0", "None", "[1.0, 2.0, 3.0]"])
+def test_a_group_needs_one_reward_for_each_sample(tmp_path, returned):
+    code = f"async def fn(args, samples, **kwargs):\n    return {returned}\n"
+    message = f"fn (FILE, line 1) returned {returned} for the 2 samples of prompt 10"
+    assert message in refusal_of(tmp_path, code)
+
+
+def test_a_function_without_a_sample_argument_is_refused(tmp_path):
+    message = refusal_of(tmp_path, "def fn(args):\n    return 1\n")
+    assert "cannot be called as fn(args, sample)" in message
+
+
+def refusal_of(tmp_path: Path, code: str, **options: Any) -> str:
+    """The error message of two samples scored by this code, with FILE as its path."""
+    config = custom_reward(tmp_path, code, **options)
+    assert config.custom_rm_path is not None
+    with pytest.raises(CustomFunctionError) as error:
         build_reward(config)(make_samples(["a", "aa"], ["b"]))
-    return str(refusal.value).replace(config.custom_rm_path.removesuffix(":fn"), "FILE")
+    return str(error.value).replace(config.custom_rm_path.removesuffix(":fn"), "FILE")
 
 
 # (code of a function, options, what the message says after `fn (FILE, line N) `)
@@ -150,36 +170,92 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("body", "options", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_reward_is_one_message_with_function_file_and_prompt(
-    tmp_path, body, options, message
-):
-    said = refusal_of(tmp_path, f"async def fn(args, sample, **kwargs):\n    {body}\n", **options)
-    assert said.startswith("fn (FILE, line ") and message in said and len(said) < 400
+def test_a_wrong_reward_is_one_message(tmp_path, body, options, message):
+    """The message names the function, its file, and the prompt."""
+    code = f"async def fn(args, sample, **kwargs):\n    {body}\n"
+    refusal = refusal_of(tmp_path, code, **options)
+    assert refusal.startswith("fn (FILE, line ")
+    assert message in refusal
+    assert len(refusal) < 400
 
 
-def test_dicts_give_the_reward_of_a_key_or_weighted_components(tmp_path):
-    returned = (
-        "{'score': len(sample.response), 'acc': sample.response == 'a', 'pred': 'a', 'bad': 1e999}"
-    )
-    code = f"def fn(args, sample):\n    return {returned}\n"
-    config = written(tmp_path, code, reward_key="score", eval_reward_key="acc")
+DICT_WITH_KEYS = """
+def fn(args, sample):
+    is_a = sample.response == "a"
+    return {"score": len(sample.response), "acc": is_a, "pred": "a", "bad": 1e999}
+"""
+
+
+@pytest.fixture
+def keyed_config(tmp_path: Path) -> RolloutConfig:
+    return custom_reward(tmp_path, DICT_WITH_KEYS, reward_key="score", eval_reward_key="acc")
+
+
+@pytest.fixture
+def keyed_samples(keyed_config: RolloutConfig) -> list[Sample]:
+    """Three samples that are scored for training."""
     samples = make_samples(["a", "aa"], ["aaa"])
-    assert build_reward(config)(samples) == [1.0, 2.0, 3.0]
-    assert [sample.reward_parts for sample in samples] == [{"acc": 1.0}, {"acc": 0.0}, {"acc": 0.0}]
-    assert rollout_metrics([samples], 0)["rollout/reward/acc"] == pytest.approx(1 / 3)
-    assert build_reward(config, evaluation=True)(samples) == [1.0, 0.0, 0.0]
-    assert samples[2].reward_parts == {"score": 3.0}
-    returned = "{'correct': sample.response == 'a', 'format': len(sample.response), 'words': 7}"
-    code = f"def fn(args, sample):\n    return {returned}\n"
-    config = written(
-        tmp_path, code, reward_weights="correct=1, format=0.2", eval_reward_key="correct"
+    build_reward(keyed_config)(samples)
+    return samples
+
+
+def test_the_reward_is_that_of_the_reward_key(keyed_config):
+    samples = make_samples(["a", "aa"], ["aaa"])
+    assert build_reward(keyed_config)(samples) == [1.0, 2.0, 3.0]
+
+
+def test_other_numbers_of_a_dict_are_parts_of_the_reward(keyed_samples):
+    parts = [sample.reward_parts for sample in keyed_samples]
+    assert parts == [{"acc": 1.0}, {"acc": 0.0}, {"acc": 0.0}]
+
+
+def test_parts_of_the_reward_are_metrics(keyed_samples):
+    assert rollout_metrics([keyed_samples], 0)["rollout/reward/acc"] == pytest.approx(1 / 3)
+
+
+def test_evaluation_has_its_own_reward_key(keyed_config, keyed_samples):
+    assert build_reward(keyed_config, evaluation=True)(keyed_samples) == [1.0, 0.0, 0.0]
+    assert keyed_samples[2].reward_parts == {"score": 3.0}
+
+
+DICT_WITH_COMPONENTS = """
+def fn(args, sample):
+    return {"correct": sample.response == "a", "format": len(sample.response), "words": 7}
+"""
+
+
+@pytest.fixture
+def weighted_config(tmp_path: Path) -> RolloutConfig:
+    return custom_reward(
+        tmp_path,
+        DICT_WITH_COMPONENTS,
+        reward_weights="correct=1, format=0.2",
+        eval_reward_key="correct",
     )
+
+
+def test_weighted_components_are_added(weighted_config):
+    assert build_reward(weighted_config)(make_samples(["a", "aa"])) == [1.2, 0.4]
+
+
+def test_weighted_components_are_parts_of_the_reward(weighted_config):
     samples = make_samples(["a", "aa"])
-    assert build_reward(config)(samples) == [1.2, 0.4]
+    build_reward(weighted_config)(samples)
     assert samples[1].reward_parts == {"correct": 0.0, "format": 2.0, "words": 7.0}
+
+
+def test_weighted_components_are_metrics(weighted_config):
+    samples = make_samples(["a", "aa"])
+    build_reward(weighted_config)(samples)
     metrics = rollout_metrics([samples], 0)
-    assert (metrics["rollout/reward/correct"], metrics["rollout/reward/format"]) == (0.5, 1.5)
-    assert build_reward(config, evaluation=True)(samples) == [1.0, 0.0]
+    assert metrics["rollout/reward/correct"] == 0.5
+    assert metrics["rollout/reward/format"] == 1.5
+
+
+def test_evaluation_may_take_one_component(weighted_config):
+    samples = make_samples(["a", "aa"])
+    build_reward(weighted_config)(samples)
+    assert build_reward(weighted_config, evaluation=True)(samples) == [1.0, 0.0]
 
 
 WRONG_KEYS = {
@@ -212,20 +288,21 @@ def test_keys_are_checked_before_anything_is_built(options, message):
 @pytest.mark.parametrize(
     "url", ["http://ann:SECRET@a:1/", "http://a/x?token=SECRET", "ftp://b:SECRET@a/?SECRET"]
 )
-def test_a_secret_in_the_url_of_a_reward_server_is_refused_unseen(url):
+def test_a_secret_in_the_url_of_a_server_is_not_shown(url):
     with pytest.raises(ValueError, match="--rm-url") as refusal:
         make_config(rm_type="remote_rm", rm_url=url)
     assert "SECRET" not in str(refusal.value)
 
 
-SLIMES_OWN = """
+SLIME_REWARD = """
 from slime.utils.types import Sample
 
 async def fn(args, sample: Sample, **kwargs):
     assert sample.prompt == "?" and sample.prompt.find("?") == 0 and isinstance(sample.prompt, str)
     assert sample.status == Sample.Status.COMPLETED and sample.status.value == "completed"
     assert sample.tokens == [1, 3] and sample.response_length == 1 and sample.index == 0
-    assert sample.label == "12" and sample.rollout_log_probs == [-1.0] and sample.weight_versions == [0]
+    assert sample.label == "12" and sample.rollout_log_probs == [-1.0]
+    assert sample.weight_versions == [0]
     assert sample.reward is None and sample.effective_response_length == 1
     sample.metadata["length"] = len(sample.response)
     sample.metadata["seen"] = {1, (2,)}
@@ -237,39 +314,80 @@ async def fn(args, sample: Sample, **kwargs):
 """
 
 
-def test_a_function_of_slime_reads_and_writes_the_fields_of_its_sample(tmp_path):
+@pytest.fixture
+def slime_groups(tmp_path: Path) -> list[list[Sample]]:
+    """Two groups that a reward function written for slime has scored and edited."""
     samples = make_samples(["a", "aa"], ["aaa", "a"])
     groups = [samples[:2], samples[2:]]
-    assign_rewards(groups, build_reward(written(tmp_path, SLIMES_OWN)))
-    assert [sample.reward for sample in samples] == [0.0, 0.0, 1.0, 1.0]
-    mask_removed_samples(groups)
-    assert [sample.loss_mask for sample in samples] == [[1], [0], [0], [1]]
-    assert [sample.remove_sample for sample in samples] == [False, True, False, False]
-    assert [sample.metadata["length"] for sample in samples] == [1, 2, 3, 1]
-    assert samples[0].metadata["group"] == 0 and "length" not in samples[0].row.metadata
-    assert [from_dict(json.loads(json.dumps(to_dict(sample)))) for sample in samples] == samples
+    assign_rewards(groups, build_reward(custom_reward(tmp_path, SLIME_REWARD)))
+    return groups
 
 
-def test_prompts_are_checked_before_anything_is_sampled():
-    def prompts(**fields):
-        return [Prompt(index=3, text="?", token_ids=(1,), **{"label": "1", **fields})]
+def test_a_function_of_slime_reads_its_sample(slime_groups):
+    # the function itself asserts the fields that it reads
+    assert [sample.reward for sample in flat(slime_groups)] == [0.0, 0.0, 1.0, 1.0]
 
-    config = make_config(rm_type="math")
-    check_prompts(config, prompts())
-    check_prompts(make_config(rm_type="random"), prompts(label=None))
-    for fields, message in (
-        ({"label": None}, "prompt 3 has no label"),
-        ({"metadata": {"rm_type": "mathh"}}, "the rm_type in the metadata of prompt 3 is 'mathh'"),
-        ({"metadata": {"rm_type": 7}}, "not text: 7"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_prompts(config, prompts(**fields))
+
+def test_a_function_of_slime_removes_samples(slime_groups):
+    removed = [sample.remove_sample for sample in flat(slime_groups)]
+    assert removed == [False, True, False, False]
+
+
+def test_a_function_of_slime_masks_tokens(slime_groups):
+    mask_removed_samples(slime_groups)
+    assert [sample.loss_mask for sample in flat(slime_groups)] == [[1], [0], [0], [1]]
+
+
+def test_a_function_of_slime_writes_metadata(slime_groups):
+    lengths = [sample.metadata["length"] for sample in flat(slime_groups)]
+    assert lengths == [1, 2, 3, 1]
+
+
+def test_metadata_of_a_sample_is_not_written_to_its_row(slime_groups):
+    sample = slime_groups[0][0]
+    assert sample.metadata["group"] == 0
+    assert "length" not in sample.row.metadata
+
+
+def test_samples_edited_by_a_function_of_slime_are_saved(slime_groups):
+    mask_removed_samples(slime_groups)
+    assert reloaded(slime_groups) == slime_groups
+
+
+def make_labeled_prompt(**fields: Any) -> Prompt:
+    return Prompt(index=3, text="?", token_ids=(1,), **{"label": "1", **fields})
+
+
+def test_a_prompt_with_a_label_is_accepted():
+    check_prompts(make_config(rm_type="math"), [make_labeled_prompt()])
+
+
+def test_a_random_reward_needs_no_label():
+    check_prompts(make_config(rm_type="random"), [make_labeled_prompt(label=None)])
+
+
+WRONG_PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no label": ({"label": None}, "prompt 3 has no label"),
+    "unknown reward": (
+        {"metadata": {"rm_type": "mathh"}},
+        "the rm_type in the metadata of prompt 3 is 'mathh'",
+    ),
+    "a number as reward": ({"metadata": {"rm_type": 7}}, "not text: 7"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG_PROMPTS.values(), ids=WRONG_PROMPTS)
+def test_prompts_are_checked_before_sampling(fields, message):
+    with pytest.raises(ValueError, match=message):
+        check_prompts(make_config(rm_type="math"), [make_labeled_prompt(**fields)])
 
 
 class Scorer(FakeSGLang):
+    """A reward server."""
+
     respond: Callable[[dict[str, Any]], Any]
 
-    async def _control(self, path, body):
+    async def _control(self, path: str, body: dict[str, Any]) -> Any:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         answer = self.respond(body)
@@ -279,34 +397,51 @@ class Scorer(FakeSGLang):
 
 
 @pytest.fixture
-def serve():
+def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], Any]], Scorer]]:
+    """Sets the response of a running reward server, and returns the server."""
     with servers_of(Scorer, 1) as (server,):
 
-        def start(respond):
+        def start(respond: Callable[[dict[str, Any]], Any]) -> Scorer:
             server.respond = respond
             return server
 
         yield start
 
 
-def client(url, **options):
+def make_client(url: str, **options: Any) -> RewardServer:
     options = {"rm_timeout": 10.0, "rm_max_retries": 2, "rm_concurrency": 8, **options}
-    return RewardServer(
-        url=url, config=make_config(rm_type="remote_rm", rm_url=url, **options), backoff=0.001
-    )
+    config = make_config(rm_type="remote_rm", rm_url=url, **options)
+    return RewardServer(url=url, config=config, backoff=0.001)
 
 
 REQUEST = {"prompt": "?", "response": "a", "label": ""}
 
 
-def test_the_server_gets_prompt_response_and_label_and_objects_are_weighted(serve):
+def test_the_number_of_the_server_is_the_reward(serve):
     server = serve(lambda body: (200, len(body["response"])))
     reward = build_reward(make_config(rm_type="remote_rm", rm_url=server.url))
     assert reward(make_samples(["a", "aa"], ["aaa"])) == [1.0, 2.0, 3.0]
-    assert sorted(server.bodies("/"), key=str) == [
-        {"prompt": "?", "response": response, "label": "12"} for response in ("a", "aa", "aaa")
+
+
+def test_the_server_gets_prompt_response_label(serve):
+    server = serve(lambda body: (200, len(body["response"])))
+    build_reward(make_config(rm_type="remote_rm", rm_url=server.url))(
+        make_samples(["a", "aa"], ["aaa"])
+    )
+    requests = sorted(server.bodies("/"), key=str)
+    assert requests == [
+        {"prompt": "?", "response": "a", "label": "12"},
+        {"prompt": "?", "response": "aa", "label": "12"},
+        {"prompt": "?", "response": "aaa", "label": "12"},
     ]
+
+
+def test_a_reward_server_scores_no_samples(serve):
+    server = serve(lambda body: (200, len(body["response"])))
     assert build_reward(make_config(rm_type="remote_rm", rm_url=server.url))([]) == []
+
+
+def test_an_object_of_the_server_is_weighted(serve):
     server = serve(lambda body: (200, '{"correct": 1, "format": 0.5}'))
     config = make_config(
         rm_type="remote_rm", rm_url=server.url, reward_weights="correct=1,format=0.2"
@@ -316,18 +451,21 @@ def test_the_server_gets_prompt_response_and_label_and_objects_are_weighted(serv
     assert samples[0].reward_parts == {"correct": 1.0, "format": 0.5}
 
 
-def test_rows_choose_their_own_reward(serve):
+def test_a_row_may_choose_the_reward_server(serve):
     server = serve(lambda body: (200, "0.5"))
     config = make_config(rm_type="exact_match", rm_url=server.url)
     samples = make_samples(["12"], [r"\boxed{7}"], ["13"])
     samples[1].metadata["rm_type"] = "boxed_remote_rm"
     assert build_reward(config)(samples) == [1.0, 0.5, 0.0]
     assert [request["response"] for request in server.bodies("/")] == ["7"]
-    samples[1].row.metadata["rm_type"] = "remote_rm"
-    with pytest.raises(
-        ValueError, match="prompt 11 has the rm_type remote_rm in its metadata; add --rm-url"
-    ):
-        check_prompts(make_config(rm_type="exact_match"), [sample.row for sample in samples])
+
+
+def test_a_row_with_the_reward_server_needs_its_url():
+    prompts = [sample.row for sample in make_samples(["12"], ["7"], ["13"])]
+    prompts[1].metadata["rm_type"] = "remote_rm"
+    message = "prompt 11 has the rm_type remote_rm in its metadata; add --rm-url"
+    with pytest.raises(ValueError, match=message):
+        check_prompts(make_config(rm_type="exact_match"), prompts)
 
 
 A_SERVER_THAT = {
@@ -355,7 +493,7 @@ def test_a_server_that_nothing_asks_is_refused(rm_type, row, asks):
 def test_a_busy_server_is_asked_again(serve, status):
     answers = iter([(status, "later"), (status, ""), (200, "2")])
     server = serve(lambda body: next(answers))
-    assert client(server.url).ask([REQUEST]) == [2]
+    assert make_client(server.url).ask([REQUEST]) == [2]
     assert len(server.bodies("/")) == 3
 
 
@@ -378,7 +516,7 @@ WRONG_ANSWERS = {
 def test_a_server_that_answers_otherwise_is_one_message(serve, status, content, message):
     server = serve(lambda body: (status, content))
     with pytest.raises(RolloutUnavailable) as stopped:
-        client(server.url).ask([REQUEST])
+        make_client(server.url).ask([REQUEST])
     assert str(stopped.value).startswith(f"the reward server {server.url} (--rm-url) {message}")
 
 
@@ -391,31 +529,32 @@ def test_a_reward_that_is_no_number_is_one_message(serve, content):
     assert " for prompt 10; return a number" in str(refusal.value)
 
 
-def test_a_server_that_is_missing_or_never_answers_is_given_up(serve):
+def test_a_missing_server_is_given_up():
     url = f"http://127.0.0.1:{free_port()}/"
-    with pytest.raises(RolloutUnavailable) as stopped:
-        client(url).ask([REQUEST] * 20)
-    assert str(stopped.value).startswith(
-        f"the reward server {url} (--rm-url) failed 3 times in a row, the last time "
-    )
-    assert "ConnectError" in str(stopped.value)
+    with pytest.raises(RolloutUnavailable) as error:
+        make_client(url).ask([REQUEST] * 20)
+    message = f"the reward server {url} (--rm-url) failed 3 times in a row, the last time "
+    assert str(error.value).startswith(message)
+    assert "ConnectError" in str(error.value)
+
+
+def test_a_server_that_never_answers_is_given_up(serve):
     server = serve(lambda body: asyncio.sleep(60))
-    with pytest.raises(
-        RolloutUnavailable,
-        match=r"failed 2 times in a row, the last time with no answer within 0\.1 s",
-    ):
-        client(server.url, rm_timeout=0.1, rm_max_retries=1).ask([REQUEST])
+    client = make_client(server.url, rm_timeout=0.1, rm_max_retries=1)
+    message = r"failed 2 times in a row, the last time with no answer within 0\.1 s"
+    with pytest.raises(RolloutUnavailable, match=message):
+        client.ask([REQUEST])
 
 
 def test_requests_under_way_are_bounded(serve):
-    both = asyncio.Barrier(2)
+    two_requests = asyncio.Barrier(2)
 
     async def answer(body):
-        await both.wait()
+        await two_requests.wait()
         return 200, "1"
 
     server = serve(answer)
-    assert client(server.url, rm_concurrency=2).ask([REQUEST] * 6) == [1] * 6
+    assert make_client(server.url, rm_concurrency=2).ask([REQUEST] * 6) == [1] * 6
     assert server.most_at_once == 2
 
 
@@ -426,4 +565,4 @@ def test_a_signal_ends_the_wait(serve):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        client(server.url).ask([REQUEST], stop)
+        make_client(server.url).ask([REQUEST], stop)
