@@ -1,4 +1,5 @@
-"""train.py with rollouts in flight: how stale they are, what is omitted, what resuming and the sync check do."""
+"""train.py with rollouts in flight: how stale they are, what is omitted, what resuming and the sync
+check do."""
 
 import json
 import shutil
@@ -65,7 +66,8 @@ def keep(args, samples):
         group[1].loss_mask[0] = 0
 
 def raw(args, samples):
-    return [sample.reward for sample in samples], [1.0 - (sample.index % 2) * 2 for sample in samples]
+    shaped = [1.0 - (sample.index % 2) * 2 for sample in samples]
+    return [sample.reward for sample in samples], shaped
 """
 
 
@@ -97,7 +99,8 @@ INTERRUPTING = """
 import os, signal
 
 def reward(args, sample):
-    if sample.index == 0 and sample.prompt_row.index == 8 and not os.path.exists(args.output_dir + "/stopped"):
+    stopped = os.path.exists(args.output_dir + "/stopped")
+    if sample.index == 0 and sample.prompt_row.index == 8 and not stopped:
         open(args.output_dir + "/stopped", "w").close()
         os.kill(os.getpid(), signal.SIGTERM)
     sample.metadata["scored"] = True
@@ -147,7 +150,8 @@ def test_a_checkpoint_without_rollouts_in_flight_is_resumed(task, tmp_path):
 
 
 def test_health_warnings_count_on_in_a_resumed_run(task, tmp_path):
-    """Warnings after several steps in a row begin and end at the same steps, also with a resumption at each step."""
+    """Warnings after several steps in a row begin and end at the same steps, also with a resumption
+    at each step."""
     (tmp_path / "same.py").write_text("def reward(args, sample):\n    return 1.0\n")
     whole = tmp_path / "whole"
     constant = ("--custom-rm-path", f"{tmp_path / 'same.py'}:reward", "--rollout-lookahead", "1")

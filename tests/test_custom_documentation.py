@@ -220,7 +220,8 @@ REDUCER = ("--custom-pg-loss-reducer-function-path", "my_objective.py:constant_d
     ],
 )
 def test_objectives_are_those_of_one_rank(flags, layouts, task, tmp_path):
-    """Weights that one step has changed in proportion to the gradient, and metrics, on two ranks of a layout."""
+    """Weights that one step has changed in proportion to the gradient, and metrics, on two ranks of
+    a layout."""
     flags = [*task, *(flag.replace("my_objective", f"{tmp_path}/my_objective") for flag in flags)]
     flags += ONE_STEP.split()
     (alone,) = run_here([*flags, "--save-hf", str(tmp_path / "alone_hf")], tmp_path / "alone")

@@ -1,4 +1,5 @@
-"""What GPU machines run, and the whole-step benchmark: arithmetic, tables, and that command lines are accepted."""
+"""What GPU machines run, and the whole-step benchmark: arithmetic, tables, and that command lines
+are accepted."""
 
 import csv
 import importlib.util

@@ -1,4 +1,5 @@
-"""Runs whose prompts come from generate functions, rollout functions, slices of files or saved samples."""
+"""Runs whose prompts come from generate functions, rollout functions, slices of files or saved
+samples."""
 
 import json
 
@@ -143,8 +144,18 @@ def test_saved_samples_need_no_reward_function(task, tmp_path):
 def test_slices_of_the_prompt_file_train_and_evaluate(task, tmp_path):
     place = task.index("--prompt-data") + 1
     file = task[place]
-    flags = [*task, "--prompt-data", f"{file}@[2:6]", "--eval-prompt-data", "held", f"{file}@[-3:]", "--num-rollout",
-             "1", "--save-debug-rollout-data", str(tmp_path / "d.jsonl")]  # fmt: skip
+    flags = [
+        *task,
+        "--prompt-data",
+        f"{file}@[2:6]",
+        "--eval-prompt-data",
+        "held",
+        f"{file}@[-3:]",
+        "--num-rollout",
+        "1",
+        "--save-debug-rollout-data",
+        str(tmp_path / "d.jsonl"),
+    ]
     del flags[place - 1 : place + 1]
     (row,) = [row for row in run_here(flags, tmp_path / "run") if "train/loss" in row]
     with open(file) as lines:

@@ -1,4 +1,5 @@
-"""train.py with the user's functions around a rollout: dynamic sampling, filters, shaped rewards, logs."""
+"""train.py with the user's functions around a rollout: dynamic sampling, filters, shaped rewards,
+logs."""
 
 import json
 

@@ -117,7 +117,7 @@ class ContextParallel:
 
 
 def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
-    """Returns the context-parallel group of `cp_group`, miles' `parallel_state` or Megatron-core."""
+    """Returns the context-parallel group: `cp_group`, of miles' `parallel_state`, or Megatron's."""
     group = kwargs.get("cp_group")
     if group is not None:
         return ContextParallel(

@@ -63,7 +63,8 @@ def batch(last=None):
 
 
 def sent(data, log_probs, loss):
-    """The weights of all tokens that the client sends for the backward pass, −dL/dlog π, and the metrics."""
+    """The weights of all tokens that the client sends for the backward pass, −dL/dlog π, and the
+    metrics."""
     forward = SimpleNamespace(loss_fn_outputs=[{"logprobs": numbers(x)} for x in log_probs])
     result = TrainingClient._compute_custom_loss(data, loss, forward)
     return (

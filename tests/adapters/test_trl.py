@@ -234,7 +234,8 @@ def test_every_generation_batch_has_its_own_dump(tmp_path):
 
 
 def test_with_vllm_the_importance_sampling_of_trl_is_off(tmp_path):
-    """`use_vllm` is set afterwards, because vLLM needs a GPU; the sampler's log-probs come in the same field."""
+    """`use_vllm` is set afterwards, because vLLM needs a GPU; the sampler's log-probs come in the
+    same field."""
     run = trainer(tmp_path, TIS)
     run.use_vllm, run._last_loaded_step = True, 0  # its weights count as loaded
     batch = first_batch(run)
@@ -307,7 +308,8 @@ def test_the_notebook_runs(example, tmp_path, monkeypatch):
 
 
 def test_two_processes_equal_one(tmp_path):
-    """The second-moment bound and the batch's mean weight depend on the tokens of both processes."""
+    """The second-moment bound and the batch's mean weight depend on the tokens of both
+    processes."""
     script = Path(__file__).with_name("two_processes.py")
     command = [
         sys.executable,

@@ -1,4 +1,5 @@
-"""The plugin inside verl's own code: its registry, its correction helper, and the loss that its workers call."""
+"""The plugin inside verl's own code: its registry, its correction helper, and the loss that its
+workers call."""
 
 import math
 import os

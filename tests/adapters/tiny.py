@@ -45,7 +45,8 @@ def model(directory, dtype):
 
 
 class RoundedSampler:
-    """A `rollout_func`: samples from a bfloat16 copy of the policy, and changes the log-probs as `edit` says."""
+    """A `rollout_func`: samples from a bfloat16 copy of the policy, and changes the log-probs as
+    `edit` says."""
 
     def __init__(self, edit=lambda log_probs: None, *, tools=False):
         self.edit, self.tools = edit, tools

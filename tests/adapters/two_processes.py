@@ -1,4 +1,5 @@
-"""One generation batch on each of two processes; writes what the correction made of it to DIRECTORY/rankN.json."""
+"""One generation batch on each of two processes; writes what the correction made of it to
+DIRECTORY/rankN.json."""
 
 import json
 import sys

@@ -181,7 +181,10 @@ def test_nothing_leaves_the_page(browser, report):
     blocked = """() => new Promise((resolve) => {
       addEventListener("securitypolicyviolation", (event) => resolve(event.effectiveDirective));
       const form = document.createElement("form");
-      form.action = "https://example.org"; form.target = "_blank"; document.body.append(form); form.submit();
+      form.action = "https://example.org";
+      form.target = "_blank";
+      document.body.append(form);
+      form.submit();
     })"""
     assert page.evaluate(blocked) == "form-action"
     page.close()

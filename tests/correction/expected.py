@@ -91,7 +91,8 @@ def exp(value, bound=20.0):
 
 
 def ess_share(log_weights):
-    """(Σ w)² / (n Σ w²), relative to the largest weight, so that nothing overflows and not all are 0."""
+    """(Σ w)² / (n Σ w²), relative to the largest weight, so that nothing overflows and not all are
+    0."""
     relative = [math.exp(x - max(log_weights)) for x in log_weights]
     return math.fsum(relative) ** 2 / (len(relative) * math.fsum(x * x for x in relative))
 
@@ -230,7 +231,8 @@ def out_of_bounds(criterion, s):
 
 
 def out_of_adaptive_bounds(config, batch):
-    """z = max(|Σ Δ + k3·n| − 5e-5·n, 0) / √(2·k3·n) of every sequence against the z-score of the batch."""
+    """z = max(|Σ Δ + k3·n| − 5e-5·n, 0) / √(2·k3·n) of every sequence against the z-score of the
+    batch."""
     present = [s.deltas for s in batch if any(s.valid)]
     if not present:
         return [[False] * len(s.mask) for s in batch], {}
@@ -316,7 +318,8 @@ def either(first, second):
 
 
 def second_moment_limit(squares, bound):
-    """The first value, in rising order, with which the mean is above the bound; +inf without such a value."""
+    """The first value, in rising order, with which the mean is above the bound; +inf without such a
+    value."""
     ordered, total = sorted(squares), Fraction(0)
     for count, value in enumerate(ordered, start=1):
         total += Fraction(value)

@@ -1,4 +1,5 @@
-"""Hypothesis strategies: configurations over every combination of options, and batches of short sequences."""
+"""Hypothesis strategies: configurations over every combination of options, and batches of short
+sequences."""
 
 from dataclasses import replace
 from typing import get_args
@@ -27,7 +28,8 @@ ALL_BOUNDS = [
 
 @st.composite
 def configurations(draw, policies=("reject", "neutral")):
-    """Any valid combination of weights, rejection, veto, normalisation and policy for non-finite tokens."""
+    """Any valid combination of weights, rejection, veto, normalisation and policy for non-finite
+    tokens."""
     assert set(policies) <= set(get_args(NonfinitePolicy))
     names = draw(st.lists(st.sampled_from(list(CRITERIA)), unique=True, max_size=3))
     lower = draw(st.sampled_from([None, 0, 0.437, 0.811]))
@@ -81,7 +83,8 @@ DIVERGENCE_MASKS = [
 
 @st.composite
 def policy_configurations(draw):
-    """The same with divergence masks, and with other bounds of the weights at negative advantages."""
+    """The same with divergence masks, and with other bounds of the weights at negative
+    advantages."""
     config = draw(configurations())
     anchors = ["rollout"] if config.use_rollout_logprobs else ["rollout", "old"]
     return replace(
@@ -143,7 +146,8 @@ WILD = st.sampled_from(
 
 @st.composite
 def batches(draw, wild=False, max_sequences=5, max_length=9):
-    """(train, rollout, mask) as lists of numbers; with `wild`, non-finite and absurd values are planted."""
+    """(train, rollout, mask) as lists of numbers; with `wild`, non-finite and absurd values are
+    planted."""
     train, rollout, masks = [], [], []
     for length in draw(st.lists(st.integers(0, max_length), max_size=max_sequences)):
         r = draw(st.lists(LOG_PROBS, min_size=length, max_size=length))

@@ -63,7 +63,8 @@ SHAPES = [(5, 300), (1, 9), (40, 3), (2, 1), (7, 64), (1, 2)]
 
 
 def batch():
-    """float64, with NaN, infinities, holes over the cuts, and a sample without rollout log-probs."""
+    """float64, with NaN, infinities, holes over the cuts, and a sample without rollout
+    log-probs."""
     generator = torch.Generator().manual_seed(3)
     rollout = [-torch.rand(response, generator=generator) for _, response in SHAPES]
     train = [r + 0.3 * torch.randn(len(r), generator=generator) for r in rollout]

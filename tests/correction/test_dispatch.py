@@ -52,7 +52,8 @@ def test_row_width_follows_lengths(lengths, width):
 
 
 class DispatchCounter(TorchDispatchMode):
-    """Counts dispatched operations, and refuses those that hand a value or a data-dependent shape to the host."""
+    """Counts dispatched operations, and refuses those that hand a value or a data-dependent shape
+    to the host."""
 
     def __init__(self):
         super().__init__()

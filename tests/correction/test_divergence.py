@@ -13,7 +13,8 @@ from tests.golden.methods import cases
 
 
 def masks_of_peers():
-    """(case, divergence, current policy and anchor, options, where the peer's arithmetic is not exact) of each peer."""
+    """(case, divergence, current policy and anchor, options, where the peer's arithmetic is not
+    exact) of each peer."""
     for entry in cases("prime_rl.default"):
         (case,) = entry.values
         bounds = {
@@ -70,7 +71,8 @@ def no_advantage(case):
 
 
 def infinite_in_areal(case):
-    """AReaL drops a token if one policy's float32 log-prob is 0 and the other's is not: an infinite KL or NaN."""
+    """AReaL drops a token if one policy's float32 log-prob is 0 and the other's is not: an infinite
+    KL or NaN."""
     infinite = (case.input("old") == 0) != (case.input("sampler") == 0)
     return (
         infinite.any(1, keepdim=True).expand_as(infinite)
@@ -164,7 +166,8 @@ def test_direction_away_accepts_tokens_without_an_advantage():
 
 
 def roll_filter(case):
-    """ROLL's filter of one level in our options; None for several filters and the levels with another definition."""
+    """ROLL's filter of one level in our options; None for several filters and the levels with
+    another definition."""
     first, *more = case.params["filters"]
     if more or "segment" in (first["agg_type"], case.params["weight_type"]):
         return None

@@ -1,4 +1,5 @@
-"""The traced function against `correct`, for every preset and every floating-point dtype, and what it refuses."""
+"""The traced function against `correct`, for every preset and every floating-point dtype, and what
+it refuses."""
 
 import pytest
 import torch

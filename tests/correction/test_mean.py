@@ -1,4 +1,5 @@
-"""The mean of the corrected loss: by hand in every layout, 0 where everything is rejected, and over micro-batches."""
+"""The mean of the corrected loss: by hand in every layout, 0 where everything is rejected, and over
+micro-batches."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The interpolated proximal policy, off-policy sequence masking, and bounds by the sign of the advantage."""
+"""The interpolated proximal policy, off-policy sequence masking, and bounds by the sign of the
+advantage."""
 
 import math
 
@@ -132,7 +133,8 @@ def test_opsm_of_tokens_is_the_same_in_every_layout():
 
 
 def test_topr_by_hand():
-    """Mean Δ of −0.5, −0.5, 0.5 and 0.5: weight 1 at advantages of at least 0, else min(exp(mean Δ), 1)."""
+    """Mean Δ of −0.5, −0.5, 0.5 and 0.5: weight 1 at advantages of at least 0, else min(exp(mean
+    Δ), 1)."""
     delta = torch.tensor([[-0.2, -0.8], [-0.2, -0.8], [0.9, 0.1], [0.9, 0.1]])
     advantages = torch.tensor([1.0, -1.0, -2.0, 0.0])[:, None].expand(4, 2)
     found = correct(

@@ -112,7 +112,8 @@ def test_the_deviation_of_weights_near_one_is_not_lost_in_float32():
 
 @pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-2, 1.0])
 def test_k3_of_small_log_ratios_is_accurate_and_never_negative(size):
-    """exp(Δ) − 1 in float32 has an error of 6e-8, more than the k3 of 1e-11 that fp32 engines have."""
+    """exp(Δ) − 1 in float32 has an error of 6e-8, more than the k3 of 1e-11 that fp32 engines
+    have."""
     generator = torch.Generator().manual_seed(1)
     log_ratio = size * torch.randn(26, 32, generator=generator)
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
@@ -130,7 +131,8 @@ def test_k3_of_small_log_ratios_is_accurate_and_never_negative(size):
 @pytest.mark.parametrize("level", ["token", "sequence", "prefix"])
 @pytest.mark.parametrize("upper", [5e-324, 1e-300, 1e39, 1.7e308])
 def test_bounds_beyond_float32_are_ordinary_bounds(mode, level, upper):
-    """An upper bound that no ratio reaches, and one below any ratio; nothing raises, nothing is NaN."""
+    """An upper bound that no ratio reaches, and one below any ratio; nothing raises, nothing is
+    NaN."""
     lower = min(upper / 2, 1e-310) or None
     if lower is None and mode != "truncate":
         pytest.skip("there is no bound below the smallest number")
@@ -167,7 +169,8 @@ def test_reading_metrics_leaves_nothing_out_of_an_empty_rank():
 
 
 def test_statistics_of_other_configurations_are_not_merged():
-    """The sums of another configuration have another meaning; the message names the options that differ."""
+    """The sums of another configuration have another meaning; the message names the options that
+    differ."""
     truncated = correct(RolloutCorrectionConfig(use_tis=True), TRAIN, ROLLOUT, MASK).statistics
     wider = correct(
         RolloutCorrectionConfig(use_tis=True, tis_upper_bound=5.0), TRAIN, ROLLOUT, MASK

@@ -1,4 +1,5 @@
-"""`correct` against its one-page reference, that against plain loops, over every layout and split; the traced core."""
+"""`correct` against its one-page reference, that against plain loops, over every layout and split;
+the traced core."""
 
 import math
 from dataclasses import replace
@@ -43,7 +44,8 @@ def padded(batch, dtype=torch.float64):
 
 
 def assert_metrics(found, expected, deviation):
-    """Equal but for rounding; `deviation` is that of the standard deviations, which small weights lose digits of."""
+    """Equal but for rounding; `deviation` is that of the standard deviations, which small weights
+    lose digits of."""
     found, expected = dict(found), dict(expected)
     for name in [name for name in expected if name.endswith("weight_std")]:
         assert found.pop(name) == pytest.approx(expected.pop(name), rel=1e-6, abs=deviation)
@@ -196,7 +198,8 @@ def test_micro_batches_merge(config, batch, cut):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_of_long_sequences_join(level):
-    """Sequences longer than a row, of several row widths, against the reference, which has no rows."""
+    """Sequences longer than a row, of several row widths, against the reference, which has no
+    rows."""
     generator = torch.Generator().manual_seed(1)
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_upper_bound=1e6)
     for lengths in ([3000, 1, 129, 128, 0], [700, 650, 3], [40, 300]):

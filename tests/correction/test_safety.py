@@ -276,7 +276,8 @@ OTHERS = [-0.5, 0.0, -200.0, -9999.0, -1e6]
 
 
 class TestSentinels:
-    """Each log-prob is judged by itself. The difference to the other one may be anything, also 0."""
+    """Each log-prob is judged by itself. The difference to the other one may be anything, also
+    0."""
 
     CONFIG = RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_level="sequence")
 

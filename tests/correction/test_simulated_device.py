@@ -1,4 +1,5 @@
-"""The simulated device itself; `pytest --device simulated` runs this and the library's tests on it."""
+"""The simulated device itself; `pytest --device simulated` runs this and the library's tests on
+it."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The expected correction and loss of SDE steps: Python loops over float64 numbers, written from the formulas alone.
+"""The expected correction and loss of SDE steps: Python loops over float64 numbers, written from
+the formulas alone.
 
 Weights, masks and the core's metrics are those of `tests.correction.expected`.
 """
@@ -66,7 +67,8 @@ def expected_metrics(config, train, rollout, timesteps=None):
 
 
 def expected_loss(config, current, old, rollout, advantages, clip_range):
-    """The loss of a batch: decoupled from `old` and `rollout`, in bypass mode from `current` and `rollout`."""
+    """The loss of a batch: decoupled from `old` and `rollout`, in bypass mode from `current` and
+    `rollout`."""
     bypass = config.use_rollout_logprobs
     if bypass:
         old = rollout

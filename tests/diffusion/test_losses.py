@@ -1,4 +1,5 @@
-"""The loss of SDE steps: against plain loops, its gradients, without a mismatch, its expectation by quadrature."""
+"""The loss of SDE steps: against plain loops, its gradients, without a mismatch, its expectation by
+quadrature."""
 
 from dataclasses import replace
 
@@ -81,7 +82,8 @@ def test_against_plain_loops(config, batch, draw, clipped, normalizer):
 @settings(max_examples=150)
 @given(configurations(), trajectories(wild=True), st.booleans())
 def test_nothing_non_finite_comes_out(config, batch, clipped):
-    """Neither in the loss nor in the gradient, where a step is rejected or neutral for not being finite."""
+    """Neither in the loss nor in the gradient, where a step is rejected or neutral for not being
+    finite."""
     config = replace(clipped_loss(config) if clipped else config, nonfinite_policy="reject")
     train, rollout = tensors(*batch)
     train.requires_grad_()
@@ -145,7 +147,8 @@ def test_metrics_alone_leave_the_loss_to_the_bit():
 @settings(max_examples=60)
 @given(configurations(), trajectories(), st.booleans())
 def test_steps_and_micro_batches_add_up(config, batch, by_step):
-    """Decoupled: the loss of the whole is Σ numerator / Σ denominator of its parts, cut along either dimension."""
+    """Decoupled: the loss of the whole is Σ numerator / Σ denominator of its parts, cut along
+    either dimension."""
     config = replace(config, use_rollout_logprobs=False)
     old, rollout = tensors(*batch)
     log_probs, advantages = old + 0.1, torch.linspace(-1, 2, len(old), dtype=torch.float64)
@@ -165,7 +168,8 @@ def test_steps_and_micro_batches_add_up(config, batch, by_step):
 
 
 class TwoSteps:
-    """Two SDE steps in two latent dimensions with the velocity θ_0·x + θ_1, and all that they may lead to.
+    """Two SDE steps in two latent dimensions with the velocity θ_0·x + θ_1, and all that they may
+    lead to.
 
     Gauss-Hermite quadrature in the four Gaussian dimensions takes the place of enumeration:
     expectations are exact for polynomials of high degree, and to many digits for what is smooth.
@@ -239,7 +243,8 @@ UNBOUNDED = RolloutCorrectionConfig(
 
 @pytest.mark.parametrize(("reduction", "dims"), [("sum", 1), ("mean", 2)])
 def test_the_weight_of_the_whole_trajectory_is_unbiased(reduction, dims):
-    """Samples of another policy give the pathwise gradient of the current one; so do means, once summed again."""
+    """Samples of another policy give the pathwise gradient of the current one; so do means, once
+    summed again."""
     found = WORLD.estimate(UNBOUNDED, THETA, ROLLOUT, reduction, dims)
     torch.testing.assert_close(found, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
 

@@ -94,7 +94,8 @@ def test_micro_batches_merge(config, batch, cut):
 @settings(max_examples=60)
 @given(configurations(), trajectories())
 def test_one_step_is_a_column(config, batch):
-    """[B] is [B, 1]: each step of each trajectory is a sequence of its own, and every level is the token's."""
+    """[B] is [B, 1]: each step of each trajectory is a sequence of its own, and every level is the
+    token's."""
     train, rollout = (x[:, 0] for x in tensors(*batch))
     flat = correct_trajectories(config, train, rollout, timesteps=torch.tensor(600.0))
     column = correct_trajectories(
@@ -108,7 +109,8 @@ def test_one_step_is_a_column(config, batch):
 
 
 def test_means_over_latent_dimensions_and_their_sums():
-    """16 dimensions: the mean's ratio is 1.02, that of the step 1.02^16; bounds act on what is asked for."""
+    """16 dimensions: the mean's ratio is 1.02, that of the step 1.02^16; bounds act on what is
+    asked for."""
     config = RolloutCorrectionConfig(
         use_tis=True, tis_upper_bound=1.2, use_rs=True, rs_upper_bound=1.5
     )
@@ -279,7 +281,8 @@ def test_low_precision_velocities_are_stepped_in_float32():
 
 
 class GaussianFlow:
-    """The exact flow of data N(m, s²): marginal N((1−t)m, V), V = (1−t)²s² + t², velocity affine in x."""
+    """The exact flow of data N(m, s²): marginal N((1−t)m, V), V = (1−t)²s² + t², velocity affine in
+    x."""
 
     def __init__(self, mean, std):
         self.mean, self.std = mean, std
@@ -293,7 +296,8 @@ class GaussianFlow:
         return gain * (x - (1 - t) * self.mean) - self.mean
 
     def step(self, mean, variance, t, next_t, a, ceiling):
-        """Mean and variance after a step, exactly: the step is affine, so two points give its slope."""
+        """Mean and variance after a step, exactly: the step is affine, so two points give its
+        slope."""
         points = column(mean, mean + 1)
         moved, std = sde_step(
             self.velocity(points, t), points, t, next_t, noise_level=a, ceiling=ceiling
@@ -305,7 +309,8 @@ class GaussianFlow:
 @settings(max_examples=200)
 @given(st.floats(0.05, 0.9), st.floats(0.1, 1.5), st.floats(-2, 2), st.floats(0.3, 2.0))
 def test_a_small_step_keeps_the_marginal_whatever_the_noise(t, a, m, s):
-    """Of ODE and SDE alike: what a step of size h does to mean and variance differs from the marginal by O(h²)."""
+    """Of ODE and SDE alike: what a step of size h does to mean and variance differs from the
+    marginal by O(h²)."""
     flow, h = GaussianFlow(m, s), 1e-6
     start, end = ((1 - t) * m, flow.variance(t)), ((1 - t + h) * m, flow.variance(t - h))
     for noise in (0.0, a):

@@ -1,4 +1,5 @@
-"""Runs of train.py in forked processes, which start in milliseconds because the libraries are imported."""
+"""Runs of train.py in forked processes, which start in milliseconds because the libraries are
+imported."""
 
 import os
 import signal
@@ -28,7 +29,8 @@ class ForkedRun:
     """A run of train.py in a forked process with its own process group."""
 
     def __init__(self, argv, directory, *, cwd=None, before=int):
-        """Starts the run with its output in `directory`; `before` is called in the child, to limit its resources."""
+        """Starts the run with its output in `directory`; `before` is called in the child, to limit
+        its resources."""
         import slime_tis.trainer.training_command  # noqa: F401  before the fork, so that children have it
         from slime_tis.main import train
 
@@ -110,7 +112,8 @@ def group_is_empty(group):
 
 
 def check(tried, at_least=1):
-    """Fails with the first failures of a number of tries, by try, or if fewer than `at_least` were made."""
+    """Fails with the first failures of a number of tries, by try, or if fewer than `at_least` were
+    made."""
     failures = {attempt: failure for attempt, failure in tried.items() if failure is not None}
     assert not failures, (
         f"{len(failures)} of {len(tried)} failed:\n{dict(list(failures.items())[:20])}"

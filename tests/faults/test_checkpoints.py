@@ -1,4 +1,5 @@
-"""Damaged checkpoints, shared directories, full disks, changed options, values that are not finite: nothing is lost."""
+"""Damaged checkpoints, shared directories, full disks, changed options, values that are not finite:
+nothing is lost."""
 
 import json
 import math
@@ -40,7 +41,8 @@ def stale(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(stale, tmp_path_factory):
-    """A run of four steps with the checkpoints of the last three: `save`, `run` (reports) and `hf`."""
+    """A run of four steps with the checkpoints of the last three: `save`, `run` (reports) and
+    `hf`."""
     directory = tmp_path_factory.mktemp("trained")
     flags = [*stale, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3"]
     flags += ["--save", str(directory / "save")]
@@ -58,7 +60,8 @@ def metrics(run):
 
 
 def refusal(outcome, status, *words):
-    """Returns None if the outcome is a refusal in one line of stderr with these words, and the outcome otherwise."""
+    """Returns None if the outcome is a refusal in one line of stderr with these words, and the
+    outcome otherwise."""
     lines = [
         line
         for line in outcome.error.splitlines()

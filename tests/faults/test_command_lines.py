@@ -1,4 +1,5 @@
-"""Malformed command lines and YAML files, and absurd values that parse: one message or a run, never a traceback.
+"""Malformed command lines and YAML files, and absurd values that parse: one message or a run, never
+a traceback.
 
 Every option is tried with every value that its kind refuses, on the command line and in YAML, with
 what it needs beside it, so that the value itself is what is refused; and alone, where it would have
@@ -86,7 +87,8 @@ def base(tmp_path, monkeypatch):
 
 
 def attempt(argv):
-    """Exit status of parse_args and what it wrote to stderr; None for anything but an exit, then with what it was."""
+    """Exit status of parse_args and what it wrote to stderr; None for anything but an exit, then
+    with what it was."""
     error = io.StringIO()
     try:
         with redirect_stderr(error), redirect_stdout(io.StringIO()):
@@ -99,7 +101,8 @@ def attempt(argv):
 
 
 def fault(argv, *, refused=True):
-    """What is wrong with how a command line is taken, or None; it may be refused or not where `refused` is None."""
+    """What is wrong with how a command line is taken, or None; it may be refused or not where
+    `refused` is None."""
     started = time.process_time()
     status, said = attempt(argv)
     seconds = time.process_time() - started

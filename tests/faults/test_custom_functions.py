@@ -1,4 +1,5 @@
-"""Hostile user functions in whole runs: one message with file and line and exit status 2, or unchanged training.
+"""Hostile user functions in whole runs: one message with file and line and exit status 2, or
+unchanged training.
 
 `tests/test_custom.py` and `tests/rollout/test_rewards.py` check every message of the contracts.
 """

@@ -56,7 +56,8 @@ def peak_memory() -> int:
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
-    """The content with one to four bytes changed, cut out or put in; half of the new bytes are not ASCII."""
+    """The content with one to four bytes changed, cut out or put in; half of the new bytes are not
+    ASCII."""
     damaged = bytearray(content)
     for _ in range(chance.randint(1, 4)):
         place = chance.randrange(len(damaged))

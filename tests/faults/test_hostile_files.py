@@ -1,4 +1,5 @@
-"""Files that somebody prepared to run code when they are loaded: nothing runs, and one message names the file."""
+"""Files that somebody prepared to run code when they are loaded: nothing runs, and one message
+names the file."""
 
 import io
 import os
@@ -49,7 +50,8 @@ def torch_bytes(value, **options):
 
 
 def point_to(checkpoint, index, content):
-    """Appends the content to the shard file of an entry, and points the entry of `.metadata` to it."""
+    """Appends the content to the shard file of an entry, and points the entry of `.metadata` to
+    it."""
     metadata = metadata_of(checkpoint)
     info = metadata.storage_data[index]
     shard = checkpoint / info.relative_path

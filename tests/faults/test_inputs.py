@@ -1,4 +1,5 @@
-"""Damaged and odd data sets and model directories: each is one message that names the file, and for JSONL the line."""
+"""Damaged and odd data sets and model directories: each is one message that names the file, and for
+JSONL the line."""
 
 import codecs
 import datetime

@@ -1,4 +1,5 @@
-"""Two ranks: signals to one rank, all ranks and torchrun's agent; a rank that fails, and a killed rank."""
+"""Two ranks: signals to one rank, all ranks and torchrun's agent; a rank that fails, and a killed
+rank."""
 
 import os
 import re
@@ -129,7 +130,8 @@ def test_all_layouts_name_the_token_of_a_bad_gradient(layout, flags, tmp_path):
 
 
 def test_ranks_agree_on_the_latest_complete_checkpoint(flags, tmp_path):
-    """A flipped bit in the latest checkpoint: both ranks load the previous one, and one rank warns."""
+    """A flipped bit in the latest checkpoint: both ranks load the previous one, and one rank
+    warns."""
     save = tmp_path / "save"
     common = [*flags, "--save", str(save), "--load", str(save), "--save-interval", "1"]
     metrics_of([*common, "--num-rollout", "2", "--save-retain", "2"], tmp_path / "run", ranks=2)
@@ -147,7 +149,8 @@ def test_ranks_agree_on_the_latest_complete_checkpoint(flags, tmp_path):
 
 @pytest.fixture
 def torchrun(flags, tmp_path):
-    """Two ranks under a real torchrun, in a process group of their own; killed at the end if they are left."""
+    """Two ranks under a real torchrun, in a process group of their own; killed at the end if they
+    are left."""
     command = [
         sys.executable,
         "-m",

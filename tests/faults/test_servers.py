@@ -1,4 +1,5 @@
-"""Hostile servers: their answers are thrown away, asked for elsewhere and counted; the terminal sees nothing of them.
+"""Hostile servers: their answers are thrown away, asked for elsewhere and counted; the terminal
+sees nothing of them.
 
 Each is given to the real client on a real connection: once beside a good server, which the samples
 then come from, and once alone, where the request ends with a message.

@@ -1,4 +1,5 @@
-"""Signals and SIGKILL at any moment: files are complete, no process remains, resumption is bitwise identical."""
+"""Signals and SIGKILL at any moment: files are complete, no process remains, resumption is bitwise
+identical."""
 
 import hashlib
 import random
@@ -40,7 +41,9 @@ calls = itertools.count()
 
 async def answer(args, sample, engine):
     turn = await engine.generate(sample.tokens)
-    sample.append_response_tokens(args, tokens=turn.token_ids, log_probs=turn.log_probs, text=turn.text)
+    sample.append_response_tokens(
+        args, tokens=turn.token_ids, log_probs=turn.log_probs, text=turn.text
+    )
     if next(calls) >= 16:  # in the second rollout
         print("hanging", flush=True)
         return None
@@ -62,8 +65,18 @@ async def bare_except(args, sample, sampling_params, engine):
 def flags(tmp_path_factory):
     task = make_task(tmp_path_factory.mktemp("task"))
     prompts = task[task.index("--prompt-data") + 1]
-    return [*task, "--num-rollout", str(STEPS), "--eval-prompt-data", prompts, "--eval-interval", "2", "--use-tis",
-            "--update-weights-interval", "2"]  # fmt: skip
+    return [
+        *task,
+        "--num-rollout",
+        str(STEPS),
+        "--eval-prompt-data",
+        prompts,
+        "--eval-interval",
+        "2",
+        "--use-tis",
+        "--update-weights-interval",
+        "2",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +140,8 @@ def prints(run, words):
 
 @pytest.fixture(scope="module")
 def ahead(flags, tmp_path_factory):
-    """The flags of a run with rollouts in flight, and the metrics of an uninterrupted run, by step."""
+    """The flags of a run with rollouts in flight, and the metrics of an uninterrupted run, by
+    step."""
     directory = tmp_path_factory.mktemp("ahead")
     flags = [*flags, "--rollout-lookahead", "2"]
     outcome = run_forked(
@@ -151,7 +165,8 @@ def test_a_run_interrupted_at_random_moments_resumes_bitwise(seed, flags, expect
 
 
 def interrupt_and_resume(flags, expected, tmp_path, seed):
-    """The run is interrupted several times, as a process or a group, and resumed until it completes."""
+    """The run is interrupted several times, as a process or a group, and resumed until it
+    completes."""
     chance, save = random.Random(seed), str(tmp_path / "save")
     arguments = [
         *flags,
@@ -216,7 +231,8 @@ def test_a_signal_while_sglang_is_waited_for(flags, tmp_path):
 
 @pytest.mark.parametrize("reward", ["awaited", "blocking"])
 def test_slow_rewards_are_abandoned_or_end_at_the_second_signal(reward, flags, tmp_path):
-    """A coroutine is cancelled at the first signal; a call that never returns is ended by the second one."""
+    """A coroutine is cancelled at the first signal; a call that never returns is ended by the
+    second one."""
     (tmp_path / "slow.py").write_text(SLOW_REWARDS)
     number = signal.SIGINT
     arguments = [

@@ -1,4 +1,5 @@
-"""Poor environments: failing console streams, planted links, few descriptors, read-only directories."""
+"""Poor environments: failing console streams, planted links, few descriptors, read-only
+directories."""
 
 import ctypes
 import os
@@ -68,7 +69,8 @@ def test_a_run_survives_its_console(break_streams, warnings, task, tmp_path):
 
 @pytest.fixture(scope="module")
 def run(task, tmp_path_factory):
-    """A run with dumps and a report, in a directory with links to the files `victims/0`, `victims/1` and so on."""
+    """A run with dumps and a report, in a directory with links to the files `victims/0`,
+    `victims/1` and so on."""
     run = tmp_path_factory.mktemp("linked") / "run"
     victims = run.parent / "victims"
     victims.mkdir()

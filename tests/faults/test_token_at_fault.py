@@ -9,7 +9,8 @@ from tests.runs import make_task, run_apart
 LOSS = """
 def nan_gradient(args, batch, logits, sum_of_sample_mean):
     finite = sum_of_sample_mean(logits[0].logsumexp(-1))
-    return finite + (0 * logits[0, 1]).sum().sqrt(), {}  # sqrt(0) has an infinite derivative, and inf * 0 is NaN
+    # sqrt(0) has an infinite derivative, and inf * 0 is NaN
+    return finite + (0 * logits[0, 1]).sum().sqrt(), {}
 
 def finite_gradient(args, batch, logits, sum_of_sample_mean):
     return sum_of_sample_mean(logits[0].logsumexp(-1)), {}

@@ -1,4 +1,5 @@
-"""Three hosts on this machine: network namespaces whose interfaces are ports of one switch, a bridge.
+"""Three hosts on this machine: network namespaces whose interfaces are ports of one switch, a
+bridge.
 
 Ranks of training run on the first two hosts, SGLang's test servers on the third.
 """
@@ -97,7 +98,8 @@ class Hosts:
         self.ip(-1, "link", "set", f"port{host}", "nomaster")
 
     def firewall(self, host: int = 0) -> None:
-        """Drops connections of the servers' host to ephemeral ports of a host; answers of servers pass."""
+        """Drops connections of the servers' host to ephemeral ports of a host; answers of servers
+        pass."""
         self.ip(host, "rule", "add", "pref", "100", "lookup", "local")
         self.ip(host, "rule", "del", "pref", "0")
         ports = ["ipproto", "tcp", "sport", EPHEMERAL, "dport", EPHEMERAL]
@@ -123,7 +125,8 @@ class Hosts:
             self.ip(host, "rule", "del", "pref", "0", "blackhole")
 
     def serve(self, path: str, number: int) -> tuple[list[str], Connection]:
-        """Starts two test servers, which say and wait for a word before they answer the numbered POST to a path."""
+        """Starts two test servers, which say and wait for a word before they answer the numbered
+        POST to a path."""
         context = fork_server()
         here, there = context.Pipe()
         process = context.Process(

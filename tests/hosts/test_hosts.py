@@ -1,4 +1,5 @@
-"""train.py on two hosts, with SGLang's servers on a third: layouts, cut links, a lost host, wrong addresses.
+"""train.py on two hosts, with SGLang's servers on a third: layouts, cut links, a lost host, wrong
+addresses.
 
 Each case ends with progress or one message.
 
@@ -240,7 +241,8 @@ def test_a_firewall_between_servers_and_rank_0(
     not PYTHON.exists(), reason="`make sglang-env` builds the environment of SGLang's servers"
 )
 def test_a_real_server_on_a_third_host(hosts, tmp_path):
-    """Weights reach it from rank 0 of another host; the link is down for 2 s after the first step."""
+    """Weights reach it from rank 0 of another host; the link is down for 2 s after the first
+    step."""
     flags = with_sglang(make_task(tmp_path, hidden_size=64))[
         :-2
     ]  # weights over gloo, not over the disk

@@ -1,4 +1,5 @@
-"""Losses of 2026 against the values and gradients of the peers' own code; Clip-Cov and KL-Cov over ranks."""
+"""Losses of 2026 against the values and gradients of the peers' own code; Clip-Cov and KL-Cov over
+ranks."""
 
 import math
 from itertools import chain
@@ -58,7 +59,8 @@ def policies(case):
 
 
 def test_aspo_gradient_by_hand():
-    """r = 0.5, 1.5, 0.5, 1.5, 0.2, 5 at A = 2, 2, −1, −1, 2, −1: 1/r or r, at most 3, and 0 beyond 0.8 and 1.2."""
+    """r = 0.5, 1.5, 0.5, 1.5, 0.2, 5 at A = 2, 2, −1, −1, 2, −1: 1/r or r, at most 3, and 0 beyond
+    0.8 and 1.2."""
     ratio = torch.tensor([0.5, 1.5, 0.5, 1.5, 0.2, 5.0], dtype=torch.float64)
     old, advantage = torch.full_like(ratio, -3.0), torch.tensor([2.0, 2.0, -1.0, -1.0, 2.0, -1.0])
     log_prob = (old + ratio.log()).requires_grad_()
@@ -376,7 +378,8 @@ def test_cppo_equals_its_algorithm(batch):
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - COVARIANCE_LOSSES))
 def test_every_loss_at_the_limits(name, monkeypatch):
-    """Equal policies give the policy gradient, rows can be micro-batches, and a masked batch has no gradient."""
+    """Equal policies give the policy gradient, rows can be micro-batches, and a masked batch has no
+    gradient."""
     plain = BATCHES["plain"]
     step = step_for(RolloutCorrectionConfig(policy_loss=name))
 
@@ -399,7 +402,8 @@ def test_every_loss_at_the_limits(name, monkeypatch):
 
 
 def test_prefix_sums_cross_context_parallel_ranks():
-    """Two responses of 5 and 3 tokens after prompts of 2 and 1, each cut into four chunks for two ranks."""
+    """Two responses of 5 and 3 tokens after prompts of 2 and 1, each cut into four chunks for two
+    ranks."""
     slices = [response_slices([7, 4], [5, 3], rank, 2) for rank in range(2)]
     values_N, mask_N = torch.arange(1.0, 9.0), torch.tensor([1, 1, 0, 1, 1, 1, 0, 1]).bool()
     expected_N = torch.tensor([1.0, 3, 3, 7, 12, 6, 6, 14])

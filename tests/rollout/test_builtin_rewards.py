@@ -1,4 +1,5 @@
-"""Built-in rewards: tables of responses, labels and scores, and where slime's score is another one."""
+"""Built-in rewards: tables of responses, labels and scores, and where slime's score is another
+one."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""Event loops for users' coroutines: what hangs, swallows cancellations or meddles with the loop blocks nothing."""
+"""Event loops for users' coroutines: what hangs, swallows cancellations or meddles with the loop
+blocks nothing."""
 
 import asyncio
 import subprocess
@@ -32,7 +33,8 @@ print(run(work()))
 
 
 def test_a_process_with_hung_threads_and_tasks_ends():
-    """A bare `except` also swallows the GeneratorExit with which the interpreter ends coroutines."""
+    """A bare `except` also swallows the GeneratorExit with which the interpreter ends
+    coroutines."""
     with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
         try:
             assert process.wait(timeout=60) == 0

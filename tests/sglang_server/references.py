@@ -31,7 +31,8 @@ class Reference:
         return self._model(ids).logits[0, start - 1 : -1].double()
 
     def gap_over_sets(self, sample, versions, temperature=1.0):
-        """Largest difference to the server's log-probs of these versions, over the sampling sets."""
+        """Largest difference to the server's log-probs of these versions, over the sampling
+        sets."""
         assert sample.sampling_mask is not None
         rows = zip(
             self.logits(sample) / temperature,

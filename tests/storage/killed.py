@@ -1,4 +1,5 @@
-"""Ends a process at each of its operations on files in turn, as SIGKILL at that moment does: no `finally` runs."""
+"""Ends a process at each of its operations on files in turn, as SIGKILL at that moment does: no
+`finally` runs."""
 
 import os
 import sys
@@ -9,7 +10,8 @@ KILLED = 77
 
 
 def killed_at_each_operation(below, action):
-    """Runs an action in forked processes, the n-th of which ends before its n-th operation on files below a directory.
+    """Runs an action in forked processes, the n-th of which ends before its n-th operation on files
+    below a directory.
 
     Yields:
         n, after each process that ended early; nothing after the one that came to the end of the

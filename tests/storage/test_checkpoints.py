@@ -1,4 +1,5 @@
-"""Checkpoint directories and the trainer's state in them: which is complete, damaged, kept or refused."""
+"""Checkpoint directories and the trainer's state in them: which is complete, damaged, kept or
+refused."""
 
 import json
 import os

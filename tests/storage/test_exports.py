@@ -1,4 +1,5 @@
-"""Locks, swapped directories and exports: written whole, loadable by transformers, never over unknown files."""
+"""Locks, swapped directories and exports: written whole, loadable by transformers, never over
+unknown files."""
 
 import json
 import os
@@ -30,9 +31,7 @@ def files(directory):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["the first export", "over an earlier one"])
-def test_an_export_killed_at_any_operation_is_the_old_one_or_the_new_one_and_the_next_takes_its_place(
-    before, tmp_path
-):
+def test_an_export_killed_at_any_operation_is_complete(before, tmp_path):
     target = tmp_path / "hf"
     if before:
         export(target, "old")

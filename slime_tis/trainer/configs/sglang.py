@@ -139,7 +139,7 @@ class SGLangConfig:
 
     @property
     def admin_api_key(self) -> str | None:
-        """The admin key in its environment variable; None if that is unset or empty. Never log it."""
+        """The admin key in its environment variable, None if unset or empty. Never log it."""
         return os.environ.get(self.sglang_admin_api_key_env) or None
 
     def check_has_servers(self) -> None:

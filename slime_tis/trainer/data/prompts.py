@@ -406,8 +406,8 @@ def check_fits(prompt: Prompt, location: str, sizes: ModelSizes) -> None:
 
 def _does_not_fit(location: str, length: str, context_len: int | None) -> str:
     return (
-        f"{location} has a prompt of {length}, which leaves no tokens for a response in a context of"
-        f" {context_len}; set --rollout-max-prompt-len to skip such prompts."
+        f"{location} has a prompt of {length}, which leaves no tokens for a response in a context"
+        f" of {context_len}; set --rollout-max-prompt-len to skip such prompts."
     )
 
 
@@ -425,8 +425,8 @@ def _text(value: Any, location: str) -> str:
     """Returns a prompt without a chat template, which must be a text."""
     if not isinstance(value, str):
         raise ValueError(
-            f"{location} has a prompt of type {type(value).__name__} where a string is needed; a list"
-            " of messages needs --apply-chat-template."
+            f"{location} has a prompt of type {type(value).__name__} where a string is needed; a"
+            " list of messages needs --apply-chat-template."
         )
     if not value:
         raise ValueError(f"{location} has an empty prompt.")
@@ -524,8 +524,8 @@ def _label(location: str, row: dict[str, Any], label_key: str | None) -> Any:
             text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # bytes and dates of parquet
         raise ValueError(
-            f"{location} has a label of type {type(value).__name__}, which JSON does not have; write"
-            " it as a string."
+            f"{location} has a label of type {type(value).__name__}, which JSON does not have;"
+            " write it as a string."
         ) from None
     _encodable(text, f"{location} has a label")
     return value

@@ -1,4 +1,5 @@
-"""An HTTP server for tests that answers as SGLang does, in the words of recorded answers, and fails on demand.
+"""An HTTP server for tests that answers as SGLang does, in the words of recorded answers, and fails
+on demand.
 
 Its model is a rule: the next token follows from the tokens before it, and the log-prob from token
 and weights. A test therefore knows every sample, whoever samples it and however often. Weights are
@@ -73,7 +74,8 @@ def sampled_from(token):
 
 
 def likeliest(token, version, count):
-    """SGLang's entries of the likeliest tokens where a token was sampled: those after it, and one without a chance."""
+    """SGLang's entries of the likeliest tokens where a token was sampled: those after it, and one
+    without a chance."""
     entries = [[log_prob(each, version), each, None] for each in range(token, token + count - 1)]
     return [*entries, [torch.finfo(torch.float32).min, FIRST - 1, None]]
 
@@ -506,7 +508,8 @@ def wait_until(condition):
 
 
 def when(condition, act):
-    """Does something on another thread as soon as something has happened, while the caller waits elsewhere."""
+    """Does something on another thread as soon as something has happened, while the caller waits
+    elsewhere."""
 
     def run():
         wait_until(condition)

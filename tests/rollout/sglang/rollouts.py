@@ -88,7 +88,8 @@ class ByHand:
 
 
 def make_engine(checkpoint, weights, **options):
-    """An engine with short timeouts; `options` are fields of EngineHost, SGLangSettings and SGLangConfig."""
+    """An engine with short timeouts; `options` are fields of EngineHost, SGLangSettings and
+    SGLangConfig."""
     tokenizer = options.pop("tokenizer", None) or load_tokenizer(checkpoint)
     host = {
         name: options.pop(name) for name in ("weights_version", "output_dir") if name in options

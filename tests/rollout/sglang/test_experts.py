@@ -63,7 +63,8 @@ def start(start):
 
 
 def assert_experts(sample):
-    """Every row has the choice of the weights that sampled the token after it; the prompt's, of the first token."""
+    """Every row has the choice of the weights that sampled the token after it; the prompt's, of the
+    first token."""
     first = len(sample.row.token_ids)
     of_next = [
         sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)

@@ -36,7 +36,8 @@ async def until(condition):
 
 
 def assert_two_turns(sample):
-    """Both answers are what the model says; a first one that was aborted may be longer by its second request."""
+    """Both answers are what the model says; a first one that was aborted may be longer by its
+    second request."""
     first = sample.loss_mask.index(0)
     ids = list(sample.row.token_ids)
     answers = [continuation(ids, first)]

@@ -82,7 +82,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module", autouse=True)
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with the small server as the package sglang, which the servers' Python imports."""
+    """A directory with the small server as the package sglang, which the servers' Python
+    imports."""
     directory = tmp_path_factory.mktemp("packages")
     package = directory / "sglang"
     package.mkdir()

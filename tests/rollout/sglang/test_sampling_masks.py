@@ -1,4 +1,5 @@
-"""Sampling masks of SGLang servers: what is asked for, what is believed, and servers that report none."""
+"""Sampling masks of SGLang servers: what is asked for, what is believed, and servers that report
+none."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""What is sent to servers, and what is believed of their answers: recorded ones of SGLang 0.5.23, whole and spoiled."""
+"""What is sent to servers, and what is believed of their answers: recorded ones of SGLang 0.5.23,
+whole and spoiled."""
 
 import copy
 import json

@@ -56,7 +56,8 @@ def on_disk(directory, checkpoint):
 
 
 def some_weights(seed):
-    """Tensors of odd shapes and several types, one that is not contiguous, and one with values beyond bf16."""
+    """Tensors of odd shapes and several types, one that is not contiguous, and one with values
+    beyond bf16."""
     make = torch.Generator().manual_seed(seed)
     return {
         "embed": torch.randn(37, 11, generator=make),
@@ -88,7 +89,8 @@ def assert_weights(servers, version, ranks=1):
 
 
 def push_source(weights, servers, *sources):
-    """Sends these sources as versions 1, 2, …, and closes the transport; returns the last failures by URL."""
+    """Sends these sources as versions 1, 2, …, and closes the transport; returns the last failures
+    by URL."""
 
     async def work(clients):
         try:

@@ -108,7 +108,7 @@ class ServerGroup:
         self._one_update = asyncio.Lock()
 
     async def connect(self) -> None:
-        """Waits for servers; raises RolloutUnavailable if none comes up, ValueError if they refuse."""
+        """Waits for servers; raises RolloutUnavailable without any, ValueError if they refuse."""
         config = self._settings.config
         client = make_client(config.api_key, config.admin_api_key)
         # The stack closes in reverse order: requests end before their servers and connections.
