@@ -86,7 +86,7 @@ class Rule:
     bool. The rule is skipped if it raises a KeyError, as other values may be missing."""
     message: str
     """Template of the evidence, with `value`, `complement` (1 − value), `values` and
-    `correction`."""
+    `correction`. The rule is skipped if a value is missing."""
     fix: str = ""
     """Template of the advice, with `correction`."""
     after: int = 1
@@ -119,24 +119,37 @@ def evaluate(
     findings: dict[str, Finding | None] = {}
     for rule in rules:
         try:
-            value = values[rule.metric]
-            confidence = float(rule.condition(value, values, correction))
+            finding = _finding(rule, values, correction)
         except KeyError:
-            # A value is missing.
+            # The condition or the message needs a value that is missing.
             continue
-        if findings.setdefault(rule.cause, None) is None and confidence > 0:
-            text = rule.message.format(
-                value=value, complement=1 - value, values=values, correction=correction
-            )
-            findings[rule.cause] = Finding(
-                cause=rule.cause,
-                evidence=tuple(text.split("\n")),
-                fix=rule.fix.format(correction=correction),
-                confidence=confidence,
-                share=rule.share,
-                detail=rule.detail,
-            )
+        if findings.get(rule.cause) is None:
+            findings[rule.cause] = finding
     return findings
+
+
+def _finding(rule: Rule, values: Values, correction: RolloutCorrectionConfig) -> Finding | None:
+    """Returns the finding of a rule, or None if its condition does not hold.
+
+    Raises:
+        KeyError: A value that the condition or the message needs is missing.
+    """
+    value = values[rule.metric]
+    confidence = float(rule.condition(value, values, correction))
+    # not `<= 0`, which would let NaN through
+    if not confidence > 0:
+        return None
+    text = rule.message.format(
+        value=value, complement=1 - value, values=values, correction=correction
+    )
+    return Finding(
+        cause=rule.cause,
+        evidence=tuple(text.split("\n")),
+        fix=rule.fix.format(correction=correction),
+        confidence=confidence,
+        share=rule.share,
+        detail=rule.detail,
+    )
 
 
 OPSM = "train/opsm_clipfrac"

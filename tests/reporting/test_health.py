@@ -75,6 +75,14 @@ def test_a_step_without_metrics_is_healthy():
     assert evaluate(STEP_RULES, {}, NO_CORRECTION) == {}
 
 
+def test_a_rule_is_skipped_if_its_message_lacks_a_value():
+    row = GOOD | {"train/worst_worker_ratio": 9.0}
+    del row["train/worst_worker"]  # only the message has it
+    findings = evaluate(STEP_RULES, row, TIS)
+    assert "worst_worker" not in findings
+    assert findings["mismatch"] is None
+
+
 def test_steps_without_metrics_do_not_end_a_finding():
     health = Health(TIS)
     assert len(messages(health, [ZERO_GRADIENT])) == 1
