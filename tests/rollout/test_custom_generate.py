@@ -323,6 +323,54 @@ def test_a_broken_contract_leaves_a_sample_that_trains_nothing(body, call):
     assert sample.reward == 0.0
 
 
+HOSTILE = {
+    # a statement about `mine`, reason, part of the message
+    "an attribute that raises": (
+        "Mine.label = property(lambda self: {}['x'])",
+        "returned",
+        "gave a sample that cannot be read: KeyError: 'x'",
+    ),
+    "an attribute that exits": (
+        "Mine.status = property(lambda self: exit(0))",
+        "returned",
+        "gave a sample that cannot be read: SystemExit: 0",
+    ),
+    "metadata without a text": (
+        "mine.metadata['x'] = type('X', (), {'__str__': lambda self: 1})()",
+        "returned",
+        "gave a sample that cannot be read: TypeError: __str__ returned non-string",
+    ),
+    "a status without a repr": (
+        "mine.status = type('X', (), {'__repr__': lambda self: exit(0)})()",
+        "returned",
+        "gave a sample that cannot be read: SystemExit: 0",
+    ),
+    "sampling sets in a list": (
+        "mine.sampling_mask = [[2], [3]]",
+        "sampling_mask",
+        "gave [[2], [3]] in sampling_mask: Input should be an instance of SamplingMask",
+    ),
+}
+
+
+@pytest.mark.parametrize(("statement", "reason", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_sample_that_cannot_be_read_is_a_failure(statement, reason, message, call):
+    (sample,) = call(f"""
+    class Mine(Sample):
+        pass
+    mine = Mine(tokens=[1, 2, 3], response_length=2)
+    {statement}
+    return mine""")
+    assert sample.failure == reason
+    assert message in sample.metadata["generate_error"]
+
+
+def test_a_defect_of_this_program_is_no_failure_of_the_sample(call):
+    # the tokenizer of these tests has no `all_special_ids`, which built-in rewards need
+    with pytest.raises(AttributeError, match="'Letters' object has no attribute"):
+        call("    return Sample(tokens=[1, 2], response='b', response_length=1)", rm_type="math")
+
+
 @pytest.mark.parametrize("reward", [MAX_REWARD, -MAX_REWARD], ids=str)
 def test_a_reward_at_the_limit_is_accepted(reward, call):
     (sample,) = call(f"    return Sample(tokens=[1, 2], response_length=1, reward={reward})")

@@ -9,21 +9,24 @@ slime's functions with the same engine.
 
 import asyncio
 import inspect
-import json
 import math
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
+from slime_tis.trainer.agents.returned_samples import (
+    NoSample,
+    ReturnedSample,
+    read_samples,
+)
 from slime_tis.trainer.agents.sampled_tokens import (
     Provenance,
     Sampled,
@@ -34,7 +37,6 @@ from slime_tis.trainer.agents.sampled_tokens import (
 from slime_tis.trainer.agents.slime_client import RecordedEngine, current_engine
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import STATUS, Sample, SampleStatus, Sampling, by_rollout
-from slime_tis.trainer.data.user_values import json_object
 from slime_tis.trainer.engines.event_loops import is_abandoned
 from slime_tis.trainer.engines.function_requests import RolloutFunction, TokenEngine
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
@@ -43,36 +45,12 @@ from slime_tis.user_functions import accepted, calling, describe, load_user_func
 
 CANCEL_TIMEOUT = 1.0
 """Seconds for a cancelled function to end."""
-MAX_TEXT = 1 << 20
-"""Most characters of a response, and of metadata as JSON."""
 MAX_LOG_PROB = 1e-3
 """Largest log-prob in nats: in half precision, a certain token can have a slightly positive one."""
 RETOKENIZED = "retokenized"
 """Key of a sample's metadata: where its tokens differ from the sampled ones."""
 LOG_PROB_TOLERANCE = 1e-4
 """Difference in nats between a function's log-prob and the engine's."""
-
-
-class NoSample(Exception):
-    """A call gave no sample that can be trained on; the arguments are a reason and a message."""
-
-
-class ReturnedSample(BaseModel):
-    """The types of the fields that a function sets."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-    tokens: list[Annotated[int, Field(ge=0)]]
-    response_length: int
-    response: Annotated[str, Field(max_length=MAX_TEXT)]
-    loss_mask: list[Literal[0, 1]] | None
-    rollout_log_probs: list[float | None] | None
-    weight_versions: list[int | str]
-    status: SampleStatus
-    metadata: dict[Any, Any] | None
-    train_metadata: dict[Any, Any] | None
-    reward: float | dict[Any, Any] | None
-    non_generation_time: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,77 +139,66 @@ class GenerateFunction:
             NoSample: A sample is invalid.
         """
         try:
-            return self._checked_rollout(returned, fresh, requests)
-        except CustomFunctionError:
-            raise
-        # Attributes of the user's object can raise anything; SystemExit must not end the run.
-        except (Exception, SystemExit) as error:
-            reason, problem = _reason_and_problem(error)
+            segments = read_samples(returned)
+            return self._checked_rollout(segments, fresh, requests)
+        except NoSample as error:
+            reason, problem = error.args
             raise NoSample(
                 reason, f"{describe(self.function)} {problem} (prompt {fresh.prompt_index})."
             ) from error
 
     def _checked_rollout(
-        self, returned: Any, fresh: Sample, requests: Sequence[Sampled]
+        self, segments: Sequence[ReturnedSample], fresh: Sample, requests: Sequence[Sampled]
     ) -> list[Sample]:
-        samples = [returned]
-        if isinstance(returned, list | tuple):
-            samples = list(returned)
-        if not samples or not all(isinstance(sample, Sample) for sample in samples):
-            raise NoSample(
-                "returned", f"returned {quoted(returned)}; return a Sample or a list of them"
-            )
-        fields_of_samples = [ReturnedSample.model_validate(sample) for sample in samples]
-        statuses = [_status(fields.status, requests) for fields in fields_of_samples]
-        can_continue = len(samples) == 1 and samples[0].response_length
+        """Returns the checked segments of a rollout, or a sample to start anew."""
+        statuses = [_status(segment.status, requests) for segment in segments]
+        can_continue = len(segments) == 1 and segments[0].response_length != 0
         if SampleStatus.ABORTED in statuses and not can_continue:
             # The next rollout calls the function from the start.
             return [replace(fresh, status=SampleStatus.ABORTED, loss_mask=[], rollout_log_probs=[])]
-        checked = []
-        for sample, fields in zip(samples, fields_of_samples, strict=True):
-            checked.append(self._checked_sample(sample, fields, fresh, requests))
-        return checked
+        return [self._checked_sample(segment, fresh, requests) for segment in segments]
 
     def _checked_sample(
-        self, sample: Sample, fields: ReturnedSample, fresh: Sample, requests: Sequence[Sampled]
+        self, fields: ReturnedSample, fresh: Sample, requests: Sequence[Sampled]
     ) -> Sample:
         """Returns a new sample from the checked fields and the engine's records."""
         tokens = fields.tokens
         length = fields.response_length
         mask = [1] * length
         if fields.loss_mask is not None:
-            mask = list(map(int, fields.loss_mask))
+            # True and 1.0 are accepted, too.
+            mask = [int(value) for value in fields.loss_mask]
         self._check_sizes(fields, mask)
         log_probs = _log_probs(fields.rollout_log_probs, mask)
-        # Ours are one number per token; slime's are one text per request, or none.
+        # Engines here give one number per token; slime's give one text per request, or none.
         versions = [int(version) for version in fields.weight_versions if str(version).isdecimal()]
         if len(versions) != length:
             versions = [self.version()] * length
+        reward, reward_parts = self._reward(fields.reward)
+        sets = fields.sampling_mask
+        if sets is not None and len(sets) != length:
+            sets = None
+        # `Sample` takes an empty prompt, label or metadata from the prompt's row.
         result = Sample(
-            prompt=_prompt(sample, fresh),
+            prompt=fields.prompt,
             prompt_row=fresh.prompt_row,
             tokens=tokens,
             response=self._response(fields.response, tokens[-length:]),
             response_length=length,
-            label=fresh.label,
+            label=fields.label,
             loss_mask=mask,
             rollout_log_probs=log_probs,
             weight_versions=versions,
-            remove_sample=bool(sample.remove_sample),
+            remove_sample=fields.remove_sample,
             status=_status(fields.status, requests),
-            metadata=_json(fields.metadata or fresh.metadata),
+            metadata=fields.metadata or {},
+            train_metadata=fields.train_metadata,
+            session_id=fields.session_id,
             non_generation_time=fields.non_generation_time,
+            reward=reward,
+            reward_parts=reward_parts,
+            sampling_mask=sets,
         )
-        if sample.label is not None:
-            result.label = _json({"label": sample.label})["label"]
-        if fields.train_metadata is not None:
-            result.train_metadata = _json(fields.train_metadata)
-        if sample.session_id is not None:
-            result.session_id = str(sample.session_id)
-        sets = sample.sampling_mask
-        if sets is not None and len(sets) == length and sets.lengths.sum() == len(sets.token_ids):
-            result.sampling_mask = sets
-        result.reward, result.reward_parts = self._reward(fields.reward)
         if requests:
             origin = provenance(tokens, length, requests)
             if fields.rollout_log_probs is not None:
@@ -287,20 +254,25 @@ class GenerateFunction:
         return text
 
     def _reward(
-        self, reward: float | dict[Any, Any] | None
+        self, reward: float | dict[str, float | str] | None
     ) -> tuple[float | None, dict[str, float]]:
-        """Returns the reward, and the other numbers of a dictionary reward."""
+        """Returns the reward, and the other numbers of a dictionary reward.
+
+        Raises:
+            NoSample: The reward is too large or no number, or --reward-key is not in it.
+        """
         if reward is None:
             return None, {}
         value = reward
         parts: dict[str, float] = {}
         if isinstance(reward, dict):
             for name, part in reward.items():
-                if isinstance(part, int | float):
-                    parts[str(name)] = float(part)
+                if isinstance(part, float):
+                    parts[name] = part
             # NaN, for the error below, if the dictionary lacks --reward-key.
             value = parts.pop(self.args.reward_key or "", math.nan)
         assert isinstance(value, float)
+        # `not <=` also refuses NaN.
         if not abs(value) <= MAX_REWARD:
             raise NoSample(
                 "reward",
@@ -383,6 +355,9 @@ def build_generate_function(
         # slime's functions build the URL of the router from these two.
         args = Namespace(**vars(args))
         args.sglang_router_ip, args.sglang_router_port = address
+    vocab_size: float = math.inf
+    if sizes.vocab_size is not None:
+        vocab_size = sizes.vocab_size
     context_len = math.inf
     for limit in (sizes.context_len, config.rollout_max_context_len):
         if limit is not None:
@@ -391,7 +366,7 @@ def build_generate_function(
         function=load_user_function(option, path),
         args=args,
         tokenizer=tokenizer,
-        vocab_size=math.inf if sizes.vocab_size is None else sizes.vocab_size,
+        vocab_size=vocab_size,
         context_len=context_len,
         config=config,
         version=version,
@@ -424,13 +399,16 @@ def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
     """
     total = 0
     messages: Counter[str] = Counter()
-    for rollout in chain.from_iterable(map(by_rollout, groups)):
-        total += 1
-        for sample in rollout:
-            if not sample.response_length:
-                make_failed(sample, "aborted", "the generate function ended without a response.")
-        if rollout[0].failure:
-            messages[str(rollout[0].metadata["generate_error"])] += 1
+    for group in groups:
+        for rollout in by_rollout(group):
+            total += 1
+            for sample in rollout:
+                if not sample.response_length:
+                    message = "the generate function ended without a response."
+                    make_failed(sample, "aborted", message)
+            # A call that failed gave a single sample.
+            if rollout[0].failure:
+                messages[str(rollout[0].metadata["generate_error"])] += 1
     if not messages:
         return None
     failed = messages.total()
@@ -464,18 +442,6 @@ def make_failed(sample: Sample, reason: str, message: str, version: int = 0) -> 
     sample.metadata = {**sample.metadata, "generate_error": message}
 
 
-def _reason_and_problem(error: BaseException) -> tuple[str, str]:
-    """Returns the reason for a failed sample, and what the function did wrong."""
-    if isinstance(error, NoSample):
-        reason, problem = error.args
-        return reason, problem
-    if isinstance(error, ValidationError):
-        first, *_ = error.errors(include_url=False)
-        field = str(first["loc"][0])
-        return field, f"gave {quoted(first['input'])} in {field}: {first['msg']}"
-    return "returned", f"gave a sample that cannot be read: {type(error).__name__}: {error}"
-
-
 def _log_probs(values: Sequence[float | None] | None, mask: Sequence[int]) -> list[float]:
     """Returns 0 for tokens that are not trained on; all NaN if the function gave no log-probs."""
     if values is None:
@@ -502,6 +468,7 @@ def _check_log_probs(
         if not mask[position] or number < 0:
             continue
         sampled = requests[number].generation.log_probs[offset]
+        # `not <=` also refuses NaN.
         if not abs(log_probs[position] - sampled) <= LOG_PROB_TOLERANCE:
             raise NoSample(
                 "rollout_log_probs",
@@ -523,22 +490,3 @@ def _status(status: SampleStatus, requests: Sequence[Sampled]) -> SampleStatus:
     if is_unchanged or reasons[-1] == "abort":
         return STATUS[reasons[-1]]
     return status
-
-
-def _prompt(sample: Sample, fresh: Sample) -> Any:
-    """Returns the prompt, as JSON values, that the function may have changed."""
-    if isinstance(sample.prompt, list):
-        return json.loads(json.dumps(sample.prompt, default=str))
-    if sample.prompt in ("", fresh.prompt):
-        return fresh.prompt
-    return str(sample.prompt)
-
-
-def _json(metadata: Mapping[Any, Any]) -> dict[str, Any]:
-    try:
-        values = json_object(metadata, "its metadata")
-    except ValueError as error:
-        raise NoSample("metadata", f"gave metadata that cannot be saved: {error}") from error
-    if len(json.dumps(values)) > MAX_TEXT:
-        raise NoSample("metadata", f"gave metadata of more than {MAX_TEXT} characters")
-    return values

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime_tis.errors import CustomFunctionError, quoted
-from slime_tis.trainer.agents.custom_generate import GenerateFunction, NoSample
+from slime_tis.trainer.agents.custom_generate import GenerateFunction
+from slime_tis.trainer.agents.returned_samples import NoSample
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
