@@ -142,8 +142,8 @@ class Criterion:
 
     @property
     def averages(self) -> bool:
-        """Whether the statistic is a sum or a mean over the sequence."""
-        return self.aggregation in ("sum", "mean")
+        """Whether the statistic is computed from a sum over the sequence, as sums and means are."""
+        return not self.per_token and self.aggregation != "max"
 
     @property
     def uses_log_ratio(self) -> bool:
