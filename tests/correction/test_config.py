@@ -7,15 +7,28 @@ import pytest
 from slime_tis.correction import PRESETS, Criterion, RolloutCorrectionConfig, parse_criteria
 
 
-def test_defaults_do_nothing_and_fields_are_frozen_and_keyword_only():
+def test_a_default_configuration_corrects_nothing():
     config = RolloutCorrectionConfig()
-    assert not config.corrects and not config.needs_rollout_log_probs and config.rejections == ()
+    assert not config.corrects
+    assert not config.needs_rollout_log_probs
+    assert config.rejections == ()
     assert config.is_bounds == (0.5, 2.0)
+
+
+def test_fields_are_frozen():
+    config = RolloutCorrectionConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        RolloutCorrectionConfig().use_tis = True
+        config.use_tis = True
+
+
+def test_fields_are_keyword_only():
     with pytest.raises(TypeError):
         RolloutCorrectionConfig(True)
-    assert RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.0).is_bounds == (1.0, 1.0)
+
+
+def test_an_upper_bound_of_1_is_its_own_reciprocal():
+    config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.0)
+    assert config.is_bounds == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +64,35 @@ def test_missing_bounds(options, bounds):
     )
 
 
-def test_criteria():
-    found = parse_criteria("token_k1, seq_max_k3 ,token_k1", "0.5_2.0,0.01")
-    assert found == (
-        Criterion(name="token_k1", aggregation="token", divergence="k1", lower=0.5, upper=2.0),
-        Criterion(name="seq_max_k3", aggregation="max", divergence="k3", lower=None, upper=0.01),
-    )
-    assert parse_criteria("seq_sum_k1", 4.0)[0].lower == 0.25
-    assert parse_criteria("seq_sum_k1", "0_4.0")[0].lower == 0.0
-    assert [c.upper for c in parse_criteria("token_k2,seq_mean_k3", "0.1")] == [0.1, 0.1]
-    assert parse_criteria(None, None) == () == parse_criteria("", "1.0")
+TOKEN_K1 = Criterion(name="token_k1", aggregation="token", divergence="k1", lower=0.5, upper=2.0)
+SEQ_MAX_K3 = Criterion(
+    name="seq_max_k3", aggregation="max", divergence="k3", lower=None, upper=0.01
+)
+
+
+def test_repeated_criteria_are_parsed_once():
+    criteria = parse_criteria("token_k1, seq_max_k3 ,token_k1", "0.5_2.0,0.01")
+    assert criteria == (TOKEN_K1, SEQ_MAX_K3)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "lower"),
+    [(4.0, 0.25), ("0_4.0", 0.0), ("0.1_4.0", 0.1)],
+    ids=["reciprocal of the upper bound", "0", "given"],
+)
+def test_the_lower_bound_of_k1(threshold, lower):
+    (criterion,) = parse_criteria("seq_sum_k1", threshold)
+    assert (criterion.lower, criterion.upper) == (lower, 4.0)
+
+
+def test_one_threshold_holds_for_all_criteria():
+    criteria = parse_criteria("token_k2,seq_mean_k3", "0.1")
+    assert [criterion.upper for criterion in criteria] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize(("names", "threshold"), [(None, None), ("", "1.0")], ids=["none", "empty"])
+def test_no_names_are_no_criteria(names, threshold):
+    assert parse_criteria(names, threshold) == ()
 
 
 GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
@@ -186,10 +218,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_means_nothing_is_refused(options, message):
+def test_meaningless_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message) as refusal:
         RolloutCorrectionConfig(**options)
-    assert len(str(refusal.value)) < 400 and "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 400
+    assert "\n" not in str(refusal.value)
 
 
 ADAPTIVE = (("geometric", None, float("inf")),)
@@ -271,53 +304,71 @@ EXPECTED = {
 }
 
 
-def test_every_preset_its_overrides_and_unknown_ones():
+@pytest.mark.parametrize("name", PRESETS)
+def test_options_of_every_preset(name):
+    config = RolloutCorrectionConfig.preset(name)
+    criteria = tuple((c.name, c.lower, c.upper) for c in config.rejections)
+    level = config.tis_level if config.use_tis else None
+    options = (
+        config.use_rollout_logprobs,
+        config.policy_loss,
+        level,
+        config.tis_mode,
+        criteria,
+        config.rs_veto_threshold,
+    )
+    assert options == EXPECTED[name]
+
+
+def test_no_expected_preset_is_missing():
     assert set(PRESETS) == set(EXPECTED)
-    for name, expected in EXPECTED.items():
-        config = RolloutCorrectionConfig.preset(name)
-        criteria = tuple((c.name, c.lower, c.upper) for c in config.rejections)
-        level = config.tis_level if config.use_tis else None
-        found = (
-            config.use_rollout_logprobs,
-            config.policy_loss,
-            level,
-            config.tis_mode,
-            criteria,
-            config.rs_veto_threshold,
-        )
-        assert found == expected, name
+
+
+def test_the_preset_without_correction_reads_rollout_log_probs():
     assert RolloutCorrectionConfig.preset("disabled").needs_rollout_log_probs
+
+
+def test_icepop_masks_beyond_a_half_or_five():
     assert RolloutCorrectionConfig.preset("decoupled_token_icepop").is_bounds == (0.5, 5.0)
-    assert (
-        RolloutCorrectionConfig.preset("decoupled_token_is", tis_upper_bound=3.0).tis_upper_bound
-        == 3.0
-    )
-    fitted = RolloutCorrectionConfig.preset("decoupled_geo_rs", rs_target_fraction=0.05)
-    assert (
-        fitted.rs_target_fraction == 0.05
-        and fitted.rs_lower_bound is None
-        and fitted.rs_upper_bound is None
-    )
-    fixed = RolloutCorrectionConfig.preset("decoupled_geo_rs_adaptive", rs_upper_bound=1.2)
-    assert fixed.rs_z_score is None and not fixed.adaptive and fixed.rs_bounds[1] == 1.2
-    with pytest.raises(
-        ValueError, match="--rollout-correction-preset is 'tis'; choose one of decoupled_token_is"
-    ):
+
+
+def test_an_option_overrides_its_preset():
+    config = RolloutCorrectionConfig.preset("decoupled_token_is", tis_upper_bound=3.0)
+    assert config.tis_upper_bound == 3.0
+
+
+def test_adaptive_bounds_replace_the_fixed_ones_of_a_preset():
+    config = RolloutCorrectionConfig.preset("decoupled_geo_rs", rs_target_fraction=0.05)
+    assert config.rs_target_fraction == 0.05
+    assert config.rs_lower_bound is None
+    assert config.rs_upper_bound is None
+
+
+def test_fixed_bounds_replace_the_adaptive_ones_of_a_preset():
+    config = RolloutCorrectionConfig.preset("decoupled_geo_rs_adaptive", rs_upper_bound=1.2)
+    assert config.rs_z_score is None
+    assert not config.adaptive
+    assert config.rs_bounds[1] == 1.2
+
+
+def test_an_unknown_preset_is_refused():
+    message = "--rollout-correction-preset is 'tis'; choose one of decoupled_token_is"
+    with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig.preset("tis")
 
 
 @pytest.mark.parametrize(
-    ("options", "corrects", "needs"),
+    ("options", "corrects"),
     [
-        ({"use_tis": True}, True, True),
-        ({"use_rs": True}, True, True),
-        ({"rs_veto_threshold": 1e-4}, True, True),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, True, True),
-        ({"rs_second_moment_bound": 0.04}, True, True),
-        ({**GEOMETRIC, "rs_z_score": 3.0}, True, True),
-        ({"use_rollout_logprobs": True}, False, True),
-        ({"get_mismatch_metrics": True}, False, True),
-        ({"old_logprobs": "interpolate"}, False, True),
+        ({"use_tis": True}, True),
+        ({"use_rs": True}, True),
+        ({"rs_veto_threshold": 1e-4}, True),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, True),
+        ({"rs_second_moment_bound": 0.04}, True),
+        ({**GEOMETRIC, "rs_z_score": 3.0}, True),
+        ({"use_rollout_logprobs": True}, False),
+        ({"get_mismatch_metrics": True}, False),
+        ({"old_logprobs": "interpolate"}, False),
     ],
     ids=[
         "TIS",
@@ -331,6 +382,7 @@ def test_every_preset_its_overrides_and_unknown_ones():
         "interpolated",
     ],
 )
-def test_what_needs_what(options, corrects, needs):
+def test_options_that_read_rollout_log_probs(options, corrects):
     config = RolloutCorrectionConfig(**options)
-    assert (config.corrects, config.needs_rollout_log_probs) == (corrects, needs)
+    assert config.needs_rollout_log_probs
+    assert config.corrects == corrects

@@ -14,70 +14,86 @@ from slime_tis import (
 )
 
 
-def test_interpolation_by_hand_without_a_gradient():
+def test_interpolation_by_hand():
     # Current version 5: a token of version 5, 4 or unknown keeps its own log-prob, one of version 3
     # goes half the way. v = −1 is not a version of 6 steps ago, whose α would be 5/6.
-    current, rollout = torch.tensor([-1.0] * 5 + [torch.nan]), torch.full((6,), -2.0)
-    old = interpolate_old_log_probs(current, rollout, 5, torch.tensor([5, 4, 3, 1, -1, 1]))
+    current = torch.tensor([-1.0] * 5 + [torch.nan])
+    rollout = torch.full((6,), -2.0)
+    versions = torch.tensor([5, 4, 3, 1, -1, 1])
+    old = interpolate_old_log_probs(current, rollout, 5, versions)
     assert old.tolist() == [-2.0, -2.0, -1.5, -1.25, -2.0, -2.0]
+
+
+def test_an_interpolated_policy_has_no_gradient():
     current = torch.zeros(2, requires_grad=True)
-    assert not interpolate_old_log_probs(
-        current, torch.ones(2), 3, torch.tensor([1, 1])
-    ).requires_grad
+    old = interpolate_old_log_probs(current, torch.ones(2), 3, torch.tensor([1, 1]))
+    assert not old.requires_grad
+
+
+def test_interpolation_refuses_other_shapes():
     with pytest.raises(ValueError, match=r"log_probs has shape \(2,\), rollout_log_probs \(3,\)"):
-        interpolate_old_log_probs(current, torch.ones(3), 3, torch.tensor([1, 1]))
+        interpolate_old_log_probs(torch.zeros(2), torch.ones(3), 3, torch.tensor([1, 1]))
 
 
 def test_interpolation_takes_version_0_as_a_version():
-    rollout, versions = (
-        torch.tensor([-2.0]),
-        torch.tensor([0]),
-    )  # the initial weights sampled the token
+    rollout = torch.tensor([-2.0])
+    versions = torch.tensor([0])  # the initial weights sampled the token
     old = interpolate_old_log_probs(torch.tensor([-1.0]), rollout, 5, versions)
     assert old.tolist() == pytest.approx([-2.0 + 4 / 5])
 
 
-def test_off_policy_sequence_mask():
-    """Mean log-ratios old − current: 0.2, 0.2, 0.05, and a sequence without valid tokens."""
-    old = [
-        torch.tensor([0.1, 0.3]),
-        torch.tensor([0.2, 9.0]),
-        torch.tensor([0.05]),
-        torch.tensor([5.0]),
-    ]
-    current = [torch.zeros(2), torch.zeros(2), torch.zeros(1), torch.zeros(1)]
-    masks = [torch.ones(2), torch.tensor([1, 0]), torch.ones(1), torch.zeros(1)]
-    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])
-    kept = off_policy_sequence_mask(current, old, advantages, masks, delta=0.1)
+# Mean log-ratios old − current of valid tokens: 0.2, 0.2 and 0.05; the last sequence has no valid
+# token.
+OLD = [
+    torch.tensor([0.1, 0.3]),
+    torch.tensor([0.2, 9.0]),
+    torch.tensor([0.05]),
+    torch.tensor([5.0]),
+]
+CURRENT = [torch.zeros(2), torch.zeros(2), torch.zeros(1), torch.zeros(1)]
+MASKS = [torch.ones(2), torch.tensor([1, 0]), torch.ones(1), torch.zeros(1)]
+ADVANTAGES = torch.tensor([-1.0, 1.0, -1.0, -1.0])
+MISSING = [torch.tensor([0.1, torch.nan]), *OLD[1:]]
+"""The same with one log-prob missing in the first sequence."""
+
+
+def test_opsm_drops_far_sequences_of_negative_advantage():
+    kept = off_policy_sequence_mask(CURRENT, OLD, ADVANTAGES, MASKS, delta=0.1)
     assert kept.tolist() == [False, True, True, True]
-    packed = off_policy_sequence_mask(
-        torch.cat(current),
-        torch.cat(old),
-        advantages,
-        torch.cat(masks),
+
+
+def test_opsm_of_packed_sequences():
+    kept = off_policy_sequence_mask(
+        torch.cat(CURRENT),
+        torch.cat(OLD),
+        ADVANTAGES,
+        torch.cat(MASKS),
         delta=0.1,
         lengths=[2, 2, 1, 1],
     )
-    assert packed.tolist() == kept.tolist()
-    missing = [torch.tensor([0.1, torch.nan]), *old[1:]]
-    found = {
-        policy: off_policy_sequence_mask(
-            current, missing, advantages, masks, delta=0.08, nonfinite_policy=policy
-        )
-        for policy in ("reject", "neutral")
-    }
-    assert [found[policy].tolist()[0] for policy in ("reject", "neutral")] == [
-        False,
-        True,
-    ]  # means 0.1 and 0.05
-    with pytest.raises(
-        ValueError, match=r"sequence 0, position 1: train log-prob 0.0, rollout log-prob nan"
-    ):
+    assert kept.tolist() == [False, True, True, True]
+
+
+# The mean of [0.1, NaN] is 0.1 over valid tokens and 0.05 if NaN counts as 0; delta is between.
+@pytest.mark.parametrize(("policy", "first_kept"), [("reject", False), ("neutral", True)])
+def test_opsm_of_a_missing_log_prob(policy, first_kept):
+    kept = off_policy_sequence_mask(
+        CURRENT, MISSING, ADVANTAGES, MASKS, delta=0.08, nonfinite_policy=policy
+    )
+    assert kept.tolist() == [first_kept, True, True, True]
+
+
+def test_opsm_names_a_missing_log_prob():
+    message = "sequence 0, position 1: train log-prob 0.0, rollout log-prob nan"
+    with pytest.raises(ValueError, match=message):
         off_policy_sequence_mask(
-            current, missing, advantages, masks, delta=0.08, nonfinite_policy="raise"
+            CURRENT, MISSING, ADVANTAGES, MASKS, delta=0.08, nonfinite_policy="raise"
         )
+
+
+def test_opsm_refuses_advantages_of_another_batch():
     with pytest.raises(ValueError, match="for 4 sequences and a mask of shape"):
-        off_policy_sequence_mask(current, old, advantages[:2], masks, delta=0.1)
+        off_policy_sequence_mask(CURRENT, OLD, ADVANTAGES[:2], MASKS, delta=0.1)
 
 
 # advantages, mask → accepted tokens; log π_old − log π_θ is 1 at every trained token
@@ -101,22 +117,31 @@ OPSM_BY_TOKEN = {
 @pytest.mark.parametrize(
     ("advantages", "mask", "accepted"), OPSM_BY_TOKEN.values(), ids=OPSM_BY_TOKEN
 )
-def test_opsm_goes_by_the_advantage_of_each_token(advantages, mask, accepted):
-    old, current = torch.full((1, 3), -1.0), torch.full((1, 3), -2.0)
+def test_opsm_uses_the_advantage_of_each_token(advantages, mask, accepted):
+    old = torch.full((1, 3), -1.0)
+    current = torch.full((1, 3), -2.0)
     if not mask[1]:
         old[0, 1] = 1e30  # masked garbage is not in the mean
-    inputs = torch.tensor([advantages]), torch.tensor([mask])
-    kept = off_policy_sequence_mask(current, old, *inputs, delta=0.1)
+    kept = off_policy_sequence_mask(
+        current, old, torch.tensor([advantages]), torch.tensor([mask]), delta=0.1
+    )
     assert kept.tolist() == [accepted]
-    near = off_policy_sequence_mask(current, old, *inputs, delta=1.1)
-    assert near.tolist() == [[bool(value) for value in mask]]
+
+
+def test_opsm_keeps_all_valid_tokens_of_near_sequences():
+    old = torch.full((1, 3), -1.0)
+    current = torch.full((1, 3), -2.0)
+    advantages = torch.tensor([[-1.0, 2.0, -1.0]])
+    mask = torch.tensor([[1, 0, 1]])
+    kept = off_policy_sequence_mask(current, old, advantages, mask, delta=1.1)
+    assert kept.tolist() == [[True, False, True]]
 
 
 def test_opsm_keeps_sequences_without_advantage():
-    old, current = torch.full((3, 2), -1.0), torch.full((3, 2), -2.0)
-    kept = off_policy_sequence_mask(
-        current, old, torch.tensor([0.0, -0.0, -1e-30]), torch.ones(3, 2), delta=0.1
-    )
+    old = torch.full((3, 2), -1.0)
+    current = torch.full((3, 2), -2.0)
+    advantages = torch.tensor([0.0, -0.0, -1e-30])
+    kept = off_policy_sequence_mask(current, old, advantages, torch.ones(3, 2), delta=0.1)
     assert kept.tolist() == [True, True, False]
 
 
@@ -126,54 +151,72 @@ def test_opsm_of_tokens_is_the_same_in_every_layout():
     old, current, advantages = torch.randn(3, 6, generator=generator).unbind()
     mask = torch.tensor([1, 1, 0, 1, 1, 1])
     packed = off_policy_sequence_mask(current, old, advantages, mask, delta=0.1, lengths=lengths)
-    inputs = [list(x.split(lengths)) for x in (current, old, advantages, mask)]
-    listed = off_policy_sequence_mask(*inputs, delta=0.1)
+    listed = off_policy_sequence_mask(
+        list(current.split(lengths)),
+        list(old.split(lengths)),
+        list(advantages.split(lengths)),
+        list(mask.split(lengths)),
+        delta=0.1,
+    )
     assert torch.equal(torch.cat(listed), packed)
-    assert not packed.all() and packed.any()
+    assert packed.any()
+    assert not packed.all()
 
 
-def test_topr_by_hand():
-    """Mean Δ of −0.5, −0.5, 0.5 and 0.5: weight 1 at advantages of at least 0, else min(exp(mean
-    Δ), 1)."""
-    delta = torch.tensor([[-0.2, -0.8], [-0.2, -0.8], [0.9, 0.1], [0.9, 0.1]])
-    advantages = torch.tensor([1.0, -1.0, -2.0, 0.0])[:, None].expand(4, 2)
-    found = correct(
+# TOPR: mean Δ of −0.5, −0.5, 0.5 and 0.5 at advantages 1, −1, −2 and 0.
+TOPR_DELTA = torch.tensor([[-0.2, -0.8], [-0.2, -0.8], [0.9, 0.1], [0.9, 0.1]])
+TOPR_ADVANTAGES = torch.tensor([1.0, -1.0, -2.0, 0.0])
+
+
+@pytest.fixture(scope="module")
+def topr():
+    return correct(
         RolloutCorrectionConfig.preset("topr"),
-        delta,
-        torch.zeros_like(delta),
-        torch.ones_like(delta),
-        advantages=advantages,
+        TOPR_DELTA,
+        torch.zeros(4, 2),
+        torch.ones(4, 2),
+        advantages=TOPR_ADVANTAGES[:, None].expand(4, 2),
     )
-    assert (
-        found.weights[:, 0].tolist() == pytest.approx([1.0, math.exp(-0.5), 1.0, 1.0])
-        and found.mask.all()
-    )
-    metrics = found.statistics.metrics()
-    assert metrics["mis_clip_fraction_high"] == 0.5 and metrics["mis_clip_fraction_low"] == 0.25
-    assert (
-        metrics["mis_weight_min"] == pytest.approx(math.exp(-0.5))
-        and metrics["mis_weight_max"] == 1.0
-    )
+
+
+def test_topr_weights_by_hand(topr):
+    """1 at advantages of at least 0, else min(exp(mean Δ), 1)."""
+    expected = [1.0, math.exp(-0.5), 1.0, 1.0]
+    assert topr.weights[:, 0].tolist() == pytest.approx(expected)
+    assert topr.mask.all()
+
+
+def test_topr_metrics_by_hand(topr):
+    expected = {
+        "mis_clip_fraction_high": 0.5,
+        "mis_clip_fraction_low": 0.25,
+        "mis_weight_min": math.exp(-0.5),
+        "mis_weight_max": 1.0,
+    }
+    metrics = topr.statistics.metrics()
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+SIGNED_BOUNDS = {
+    "use_tis": True,
+    "tis_mode": "clip",
+    "tis_lower_bound": 0.7,
+    "tis_upper_bound": 1.2,
+    "tis_lower_bound_negative": 0.0,
+    "tis_upper_bound_negative": 1.05,
+}
 
 
 @pytest.mark.parametrize("advantage", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_non_finite_advantages_leave_weights_and_metrics_finite(level, advantage):
-    bounds = {
-        "tis_lower_bound": 0.7,
-        "tis_lower_bound_negative": 0.0,
-        "tis_upper_bound_negative": 1.05,
-    }
-    config = RolloutCorrectionConfig(
-        use_tis=True, tis_mode="clip", tis_level=level, tis_upper_bound=1.2, **bounds
-    )
-    delta, mask = torch.tensor([[0.3, -0.9, 0.1]]), torch.ones(1, 3)
-    found = correct(
-        config, delta, torch.zeros(1, 3), mask, advantages=torch.full((1, 3), advantage)
-    )
-    assert found.weights.isfinite().all() and all(
-        map(math.isfinite, found.statistics.metrics().values())
-    )
+def test_results_are_finite_at_non_finite_advantages(level, advantage):
+    config = RolloutCorrectionConfig(tis_level=level, **SIGNED_BOUNDS)
+    delta = torch.tensor([[0.3, -0.9, 0.1]])
+    advantages = torch.full((1, 3), advantage)
+    corrected = correct(config, delta, torch.zeros(1, 3), torch.ones(1, 3), advantages=advantages)
+    assert corrected.weights.isfinite().all()
+    metrics = corrected.statistics.metrics()
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 @pytest.mark.parametrize(
@@ -193,7 +236,8 @@ def test_finite_advantages_decide_the_sign_of_a_sequence(advantages, weight):
     assert corrected.weights.tolist()[0] == pytest.approx([weight, weight])
 
 
-@pytest.mark.parametrize("name", ["topr", "dppo_tv"])
-def test_signs_and_directions_need_advantages(name):
+@pytest.mark.parametrize("name", ["topr", "dppo_tv"], ids=["bounds by sign", "direction away"])
+def test_presets_that_read_advantages_require_them(name):
+    zeros = torch.zeros(2, 4)
     with pytest.raises(ValueError, match="advantages="):
-        correct(RolloutCorrectionConfig.preset(name), *torch.zeros(3, 2, 4).unbind())
+        correct(RolloutCorrectionConfig.preset(name), zeros, zeros, zeros)
