@@ -1,7 +1,7 @@
 """Samples on their way from the rollout engine to the learner.
 
-    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → filters,
-    masks → learner
+    prompts → rollout engine → marks of failed samples → rewards → dynamic sampling → filters
+    → masks → learner
 
 `SampleSource.next` runs this path once per rollout.
 """
@@ -81,10 +81,14 @@ class SampleSource:
         hooks = self.hooks
         options = self.arguments.rollout
         is_loaded = self.arguments.loop.load_debug_rollout_data is not None
-        produce = self._load if is_loaded else self._sample
-        groups, sampled, metrics = produce(rollout_id)
+        if is_loaded:
+            groups = self._load(rollout_id)
+            metrics: dict[str, float] = {}
+        else:
+            groups, sampled, metrics = self._sample(rollout_id)
         seconds = time.monotonic() - start
         if not is_loaded:
+            # Saved samples have passed the filters already.
             hooks.process(SAMPLE_FILTER, groups)
             hooks.process(ALL_SAMPLES, sampled, self.data_source)
             path = self.arguments.loop.save_debug_rollout_data
@@ -94,7 +98,7 @@ class SampleSource:
         measured = metrics | rollout_metrics(groups, version, are_episodes=are_episodes)
         if not hooks.logs_rollout(rollout_id, groups, metrics, seconds):
             measured = {}  # the user's function has logged them
-        # metrics above count all samples; from here on, samples and tokens lose their loss mask
+        # Metrics above count all samples; from here on, samples and tokens lose their loss mask.
         mask_removed_samples(groups)
         measured["rollout/stale_samples"] = mask_stale_samples(
             groups, version, options.max_weight_staleness
@@ -102,26 +106,29 @@ class SampleSource:
         if options.mask_offpolicy_in_partial_rollout:
             measured["rollout/masked_offpolicy_tokens"] = mask_earlier_tokens(groups)
         measured |= check_sampling_masks(groups, truncates_sampling=options.truncates_sampling)
+        advantages = None
         shaped = hooks.shape_rewards(groups)
-        raw, advantages = (None, None) if shaped is None else shaped
-        if raw is not None:
+        if shaped is not None:
+            raw, advantages = shaped
             measured["rollout/raw_reward"] = sum(raw) / len(raw)
-        if not self.is_main:  # the learner sends every rank its share of the experts
+        if not self.is_main:
+            # The learner sends every rank its share of the experts.
             drop_routing(groups)
         measured |= self.sampler.metrics() | self.unfinished.metrics()
         return Rollout(groups=groups, metrics=measured, advantages=advantages)
 
-    def _load(self, rollout_id: int) -> tuple[Groups, Groups, dict[str, float]]:
-        """Returns the groups of --load-debug-rollout-data, in the form of `_sample`."""
-        loop, rollout = self.arguments.loop, self.arguments.rollout
-        assert loop.load_debug_rollout_data is not None
-        path = loop.load_debug_rollout_data.format(rollout_id=rollout_id)
+    def _load(self, rollout_id: int) -> Groups:
+        """Returns the groups of --load-debug-rollout-data."""
+        rollout = self.arguments.rollout
+        pattern = self.arguments.loop.load_debug_rollout_data
+        assert pattern is not None
+        path = pattern.format(rollout_id=rollout_id)
         groups = load_samples(
             path, rollout.rollout_batch_size, rollout.n_samples_per_prompt, self.sizes
         )
         if rollout.truncates_sampling and not rollout.allow_truncation_bias:
             require_sampling_masks(path, groups)
-        return groups, groups, {}
+        return groups
 
     def _sample(self, rollout_id: int) -> tuple[Groups, Groups, dict[str, float]]:
         """Returns groups to train on, all sampled groups, and metrics."""
@@ -141,7 +148,7 @@ class SampleSource:
         return collected.groups, collected.sampled, collected.metrics
 
     def _scored_batches(self, rollout_id: int) -> Iterator[Groups]:
-        """Yields batches with rewards without end; dynamic sampling takes as many as it needs."""
+        """Yields batches with rewards, endlessly; dynamic sampling takes as many as it needs."""
         shown = self.is_main and self.arguments.reporting.progress
         while True:
             with self.timer("generate"), shown_progress(self.prefetcher.progress, shown=shown):
@@ -156,10 +163,7 @@ class SampleSource:
             yield groups
 
     def _warn_about_retokenized(self, rollout_id: int, groups: Groups) -> None:
-        """Prints once per run where a sample differs from the sampled tokens.
-
-        Metrics count the later ones.
-        """
+        """Warns about the first retokenized sample of the run; later ones are only in metrics."""
         message = retokenized_message(groups)
         if message is not None and self.is_main and not self.has_warned:
             tqdm.write(f"warning: rollout {rollout_id}: {message}", file=sys.stderr)
@@ -205,11 +209,12 @@ def mask_earlier_tokens(groups: Sequence[Sequence[Sample]]) -> float:
         newest = max(sample.trained_versions, default=0)
         loss_mask = []
         for value, version in zip(sample.loss_mask, sample.weight_versions, strict=True):
-            is_trained = value > 0
-            is_earlier = is_trained and version < newest
-            trained += is_trained
-            masked += is_earlier
-            loss_mask.append(0 if is_earlier else value)
+            if value > 0:
+                trained += 1
+                if version < newest:
+                    masked += 1
+                    value = 0
+            loss_mask.append(value)
         sample.loss_mask = loss_mask
     return masked / max(trained, 1)
 
@@ -217,10 +222,14 @@ def mask_earlier_tokens(groups: Sequence[Sequence[Sample]]) -> float:
 def check_sampling_masks(
     groups: Sequence[Sequence[Sample]], *, truncates_sampling: bool
 ) -> dict[str, float]:
-    """Removes sampling masks that exclude the sampled token, and returns metrics of all masks.
+    """Removes sampling masks that exclude the sampled token.
 
     Under such a mask the sampled token would have probability 0. Its rollout log-prob becomes NaN,
     so that --nonfinite-policy handles the token.
+
+    Returns:
+        Metrics of all masks: the mean number of tokens in a set, the share of trained tokens
+        without a set, and the number of removed sets. Empty if nothing was truncated or recorded.
     """
     samples = list(chain(*groups))
     if not truncates_sampling and all(sample.sampling_mask is None for sample in samples):
@@ -229,13 +238,16 @@ def check_sampling_masks(
     tokens: list[int] = []
     loss_mask: list[int] = []
     for sample in samples:
-        masks.append(sample.sampling_mask or SamplingMask.unrecorded(sample.response_length))
+        mask = sample.sampling_mask
+        if mask is None:
+            mask = SamplingMask.unrecorded(sample.response_length)
+        masks.append(mask)
         tokens += sample.response_ids
         loss_mask += sample.loss_mask
     all_masks = SamplingMask.cat(masks)
     violations = ~all_masks.contains(torch.tensor(tokens, dtype=torch.int32))
-    trained = torch.tensor(loss_mask) > 0
-    recorded = all_masks.lengths > 0
+    is_trained = torch.tensor(loss_mask) > 0
+    is_recorded = all_masks.lengths > 0
     if violations.any():
         per_sample = violations.split([len(mask) for mask in masks])
         for sample, mask, positions in zip(samples, masks, per_sample, strict=True):
@@ -244,10 +256,10 @@ def check_sampling_masks(
                 for position in positions.nonzero().squeeze(1).tolist():
                     sample.rollout_log_probs[position] = math.nan
     mask_tokens = float(all_masks.lengths.sum())
-    missing = float((trained & ~recorded).sum())
+    missing = float((is_trained & ~is_recorded).sum())
     return {
-        "rollout/sampling_mask_tokens": mask_tokens / max(int(recorded.sum()), 1),
-        "rollout/sampling_mask_missing": missing / max(int(trained.sum()), 1),
+        "rollout/sampling_mask_tokens": mask_tokens / max(int(is_recorded.sum()), 1),
+        "rollout/sampling_mask_missing": missing / max(int(is_trained.sum()), 1),
         "rollout/sampling_mask_violations": float(violations.sum()),
     }
 
@@ -287,7 +299,8 @@ def shown_progress(progress: Callable[[], tuple[int, int]], *, shown: bool) -> I
             while not over.wait(PROGRESS_INTERVAL):
                 bar.n, bar.total = progress()
                 bar.refresh()
-                bar.delay = 0  # otherwise tqdm thinks the bar was never drawn, and leaves it
+                # With a delay, tqdm thinks that the bar was never drawn, and does not erase it.
+                bar.delay = 0
 
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()

@@ -231,6 +231,32 @@ def test_all_sets_are_missing_under_truncation():
     assert metrics["rollout/sampling_mask_missing"] == 1.0
 
 
+def test_a_mask_of_an_empty_response_counts_as_recorded():
+    empty = make_answer(
+        0,
+        1,
+        tokens=[1],
+        response_length=0,
+        loss_mask=[],
+        rollout_log_probs=[],
+        weight_versions=[],
+        sampling_mask=SamplingMask.from_sets([]),
+    )
+    metrics = check_sampling_masks([[empty]], truncates_sampling=False)
+    assert metrics == {
+        "rollout/sampling_mask_tokens": 0.0,
+        "rollout/sampling_mask_missing": 0.0,
+        "rollout/sampling_mask_violations": 0.0,
+    }
+    assert empty.sampling_mask == SamplingMask.from_sets([])
+
+
+def test_a_mask_of_too_few_positions_is_an_error():
+    sample = with_sets([])  # the response has two tokens
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        check_sampling_masks([[sample]], truncates_sampling=True)
+
+
 def test_a_token_outside_of_its_set_loses_its_log_prob():
     sample = with_sets([[9], [5, 6]])
     check_sampling_masks([[sample]], truncates_sampling=True)
