@@ -19,13 +19,7 @@ from slime_tis.errors import quoted
 from slime_tis.options import fields
 from slime_tis.options.fields import flag
 from slime_tis.options.flags import CORRECTION, Flag, flags_of, split_overrides
-from slime_tis.options.values import (
-    Given,
-    Option,
-    Source,
-    nearest,
-    read_given,
-)
+from slime_tis.options.values import Given, Option, Source, nearest, read_given
 
 correction_option = partial(fields.option, group="rollout correction")
 
@@ -52,14 +46,16 @@ class CodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """The options of a program by name, and old names of options."""
+    """The options of a program."""
 
     options: Mapping[str, Option]
+    """Options by name."""
     aliases: Mapping[str, str]
+    """Present names of options by old name."""
 
     @property
     def spellings(self) -> dict[str, tuple[Option, bool]]:
-        """Every flag with its option, and whether it turns the option off."""
+        """The option of every flag, and whether the flag turns the option off."""
         names = {name: name for name in self.options} | dict(self.aliases)
         spellings = {}
         for name, option_name in names.items():
@@ -71,7 +67,7 @@ class CommandLine:
 
     @property
     def groups(self) -> dict[str, list[Option]]:
-        """The options of each titled group, in the order of --help."""
+        """Options by the title of their group, in the order of --help."""
         groups: dict[str, list[Option]] = {}
         for option in self.options.values():
             groups.setdefault(option.group, []).append(option)
@@ -92,12 +88,12 @@ class Need:
 
     option: str
     value: str
-    """The value that it must have; an empty text if every value but false, 0 and none will do."""
+    """The required value; empty if any value except false, 0 and none is enough."""
     suggested: bool
-    """Whether --help and messages name it."""
+    """Whether --help and messages name the option."""
 
     def met_by(self, value: Any) -> bool:
-        """Whether a value of the option is the needed one."""
+        """Whether a value of the option meets the need."""
         if self.value:
             return str(value) == self.value
         return bool(value)
@@ -141,8 +137,8 @@ def make_parser(
         usage=usage,
         description=description,
         epilog=(
-            "Every switch has a --no- form, and the value none takes an option back to its"
-            " default, so that the command line can undo what YAML or a preset says. Presets:"
+            "Every switch has a --no- form, and the value none resets an option to its default, so"
+            " that the command line can undo YAML and presets. The presets are"
             f" {', '.join(PRESETS)}."
         ),
         formatter_class=_HelpFormatter,
@@ -160,13 +156,14 @@ def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option)
     names = [option.name, *old_names]
     flags = [flag(name) for name in names]
     notes = "; ".join(help_notes(line, option))
-    text = f"{option.help} ({notes})".replace("%", "%%")  # argparse formats help with %
+    # argparse formats the help with the operator %.
+    text = f"{option.help} ({notes})".replace("%", "%%")
     if option.type.kind is not bool:
         group.add_argument(*flags, dest=option.name, metavar=_metavar(option), help=text)
         return
     opposites = [flag(f"no_{name}") for name in names]
     if option.default:
-        # The --no- form is the one that changes something.
+        # Only the --no- form changes the default, so --help shows it.
         group.add_argument(*flags, *opposites, action="store_true", help=text)
     else:
         group.add_argument(*flags, action="store_true", help=text)
@@ -185,18 +182,24 @@ def help_notes(line: CommandLine, option: Option) -> list[str]:
 
 
 def _metavar(option: Option) -> str:
-    """Returns the value of an option as --help shows it."""
+    """Returns the placeholder of an option's value in --help."""
     if option.type.choices:
         return "{" + ",".join(option.type.choices) + "}"
     if option.metavar:
         return option.metavar
-    return "X" if option.type.kind in (float, str) else "N"
+    if option.type.kind in (float, str):
+        return "X"
+    return "N"
 
 
 def split_words(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[Flag], dict[str, str]]:
-    """Returns flags with their words, and Hydra overrides; --help prints the help and exits."""
+    """Splits a command line; -h and --help print the help and exit.
+
+    Returns:
+        The flags with their words, and the texts of Hydra overrides by dotted key.
+    """
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         raise SystemExit(0)
@@ -215,13 +218,16 @@ def read_flags(line: CommandLine, flags: Sequence[Flag], overrides: Mapping[str,
     first_names: dict[str, str] = {}
     strays: list[str] = []
     for item in flags:
+        if not item.name:
+            # The words before the first flag belong to none.
+            strays += item.values
+            continue
         if item.name not in spellings:
-            # The words before the first flag have no name.
-            strays += [item.name] if item.name else item.values
+            strays.append(item.name)
             continue
         option, is_off = spellings[item.name]
         if not is_off:
-            # Two names have no order of priority; a --no- form may follow, as an override.
+            # Neither an old nor a new name has priority; a --no- form may follow, as an override.
             first = first_names.setdefault(option.name, item.name)
             if first != item.name:
                 raise ValueError(f"{first} and {item.name} are one option; remove one of the two.")
@@ -242,7 +248,11 @@ def read_flags(line: CommandLine, flags: Sequence[Flag], overrides: Mapping[str,
 
 
 def _values_of(item: Flag, option: Option, is_off: bool) -> tuple[str, ...]:
-    """Returns the words of a flag's value, at least one: true or false for a switch without one."""
+    """Returns the words of a flag's value, at least one; a bare switch is true or false.
+
+    Raises:
+        ValueError: A --no- form has a value, or another flag has none.
+    """
     if is_off and "=" in item.word:
         raise ValueError(f"{item.name} takes no value.")
     if is_off:
@@ -265,7 +275,9 @@ def _not_a_flag(line: CommandLine, word: str) -> str:
 
 
 def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
-    """Returns the options that are given and have an effect, by precedence of their sources.
+    """Returns the given options that have an effect; sources override each other.
+
+    The order is command line, YAML, preset.
 
     Raises:
         ValueError: A value of YAML or of a preset is wrong, a required option is missing, or an
@@ -300,18 +312,23 @@ def naming_sources(given: Mapping[str, Given]) -> Iterator[None]:
 def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     """Returns the values of YAML and of Hydra overrides, overridden by flags."""
     path = flags.given.get("custom_config_path")
-    file = None if path is None or path.unset else Path(path.value)
+    file = None
+    if path is not None and not path.unset:
+        file = Path(path.value)
     if file is None and not flags.overrides:
         return dict(flags.given)
-    from slime_tis.options.yaml_file import read_yaml  # PyYAML: --help works without it
+    # Imported only for YAML, because --help must work without PyYAML.
+    from slime_tis.options.yaml_file import read_yaml
 
-    # A YAML file cannot name another one.
-    options = {name: one for name, one in line.options.items() if name != "custom_config_path"}
+    options = dict(line.options)
+    del options["custom_config_path"]  # a YAML file cannot name another one
     given = read_yaml(file, flags.overrides, options, line.aliases)
     for name, entry in flags.given.items():
         other = given.get(name)
-        is_override = other is not None and other.source == Source.COMMAND_LINE
-        if other is not None and is_override and other.value != entry.value:
+        if other is None or other.source != Source.COMMAND_LINE:
+            continue
+        # A Hydra override is on the command line, too, so neither has priority.
+        if other.value != entry.value:
             raise ValueError(
                 f"{entry.label} and {other.label} are one option; remove one of the two."
             )
@@ -328,7 +345,7 @@ def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
         raise ValueError(
             f"--rollout-correction-preset is {quoted(preset)}; {nearest(preset, PRESETS)}"
         )
-    explicit_values = {name: one.value for name, one in given.items()}
+    explicit_values = {name: explicit.value for name, explicit in given.items()}
     chosen = {}
     for name, value in preset_values(preset, explicit_values).items():
         label = f"{name} of the preset {preset}"
@@ -337,15 +354,19 @@ def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
 
 
 def _turn_on_weights(given: dict[str, Given]) -> None:
-    """Sets use_tis if --use-rollout-correction is on; refuses a source that turns weights off."""
+    """Sets use_tis if --use-rollout-correction is on.
+
+    Raises:
+        ValueError: The same or an overridden source turns weights off, or the preset has none.
+    """
     switch = given.get("use_rollout_correction")
     preset = given.get("rollout_correction_preset")
     weights = given.get("use_tis")
     if switch is None or not switch.value:
         return
-    if weights is not None and (weights.value or weights.source > switch.source):
-        return
     if weights is not None:
+        if weights.value or weights.source > switch.source:
+            return
         opposite = f"{weights.label} is off"
     elif preset is not None and not preset.unset:
         opposite = f"the preset {preset.value} has none"
@@ -361,15 +382,18 @@ def _turn_on_weights(given: dict[str, Given]) -> None:
 def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
     """Returns the options that have an effect.
 
-    An option whose switch is off is left out if the switch was turned off by the same source, as in
-    a template, or by a source that overrides it. Otherwise an option without effect is refused.
+    An option is left out if its switch was turned off by the same source, as in a template, or by
+    a source that overrides it.
+
+    Raises:
+        ValueError: Another option has no effect.
     """
     values = {name: option.default for name, option in line.options.items()}
     values |= {name: entry.value for name, entry in given.items()}
     effective = {}
     for name, entry in given.items():
-        unmet = [] if entry.unset else unmet_needs(line, name, values)
-        if not unmet:
+        unmet = unmet_needs(line, name, values)
+        if entry.unset or not unmet:
             effective[name] = entry
         elif not any(_turned_off(given.get(need.option), entry) for need in unmet):
             raise ValueError(_without_effect(entry, unmet))
@@ -402,7 +426,7 @@ def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list
     met = [need for need in needs if need.met_by(values[need.option])]
     if not met:
         return needs
-    # A needed option may itself have no effect, as --tis-level without --use-tis.
+    # A needed option may have no effect itself, as --tis-level without --use-tis.
     further = [unmet_needs(line, need.option, values) for need in met]
     if [] in further:
         return []
@@ -418,7 +442,7 @@ def needs_of(line: CommandLine, name: str) -> list[Need]:
     for word in (*option.needs, *option.suffices):
         needed_flag, _, value = word.partition("=")
         needed = needed_flag.removeprefix("--").replace("-", "_")
-        # Other programs than train.py have a part of the options.
+        # Programs other than train.py lack some options.
         if needed in line.options:
             needs.append(Need(option=needed, value=value, suggested=word in option.needs))
     return needs
@@ -437,5 +461,8 @@ ConfigT = TypeVar("ConfigT")
 
 def build(config: type[ConfigT], given: Mapping[str, Given]) -> ConfigT:
     """Returns a config whose fields have the given values; other fields have their defaults."""
-    names = [field.name for field in dataclasses.fields(config) if field.name in given]  # type: ignore[arg-type]
-    return config(**{name: given[name].value for name in names})
+    values = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        if field.name in given:
+            values[field.name] = given[field.name].value
+    return config(**values)

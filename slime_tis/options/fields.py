@@ -3,7 +3,7 @@
     lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
     tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
 
-Upper limits are far above what any real run needs: they refuse a typing error before it takes all
+Upper limits are far above the needs of any run; they refuse a typing error before it exhausts the
 memory.
 """
 
@@ -26,14 +26,14 @@ NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The range of a number, or of each item of a list: ge <= value <= le, gt < value < lt."""
+    """The range of a number or of a list's items: ge <= value <= le, gt < value < lt."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
     also: tuple[float, ...] = ()
-    """Special values outside of the range, such as -1 for all, or infinity."""
+    """Allowed values outside of the range, such as -1 for all, or infinity."""
     hint: str = ""
     """Advice at the end of a refusal."""
 
@@ -73,7 +73,9 @@ class FieldType:
     @property
     def choices(self) -> tuple[str, ...]:
         """The values of a Literal, empty for other types."""
-        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+        if get_origin(self.kind) is not Literal:
+            return ()
+        return get_args(self.kind)
 
     @property
     def is_list(self) -> bool:
@@ -83,7 +85,9 @@ class FieldType:
     @property
     def item(self) -> Any:
         """The type of a list's items; `kind` for other types."""
-        return get_args(self.kind)[0] if self.is_list else self.kind
+        if not self.is_list:
+            return self.kind
+        return get_args(self.kind)[0]
 
     def __str__(self) -> str:
         """The type in words: `a whole number, 1 to 4096`, `one of truncate, clip, mask`."""
@@ -111,8 +115,8 @@ def option(
         default: The default; without one the option is required.
         group: Title of the option's group in --help.
         metavar: The value in --help; without it N for integers and X for other numbers and text.
-        needs: Flags, as `--flag` or `--flag=value`; the option has no effect without one of them.
-        suffices: Further flags that give the option an effect, which help and messages do not name:
+        needs: Flags, as `--flag` or `--flag=value`; without any, the option has no effect.
+        suffices: Further flags that give the option an effect. Help and messages do not name them:
             a user function may read any option, and bypass mode measures weights that it does not
             apply.
 
@@ -160,10 +164,10 @@ def field_docs(config: type) -> dict[str, str]:
 
 
 def check_fields(config: object) -> None:
-    """Checks the values of a dataclass against the types and limits of its fields.
+    """Checks a dataclass's values against the annotations of the fields.
 
     Raises:
-        ValueError: A value has another type or is out of its limits.
+        ValueError: A value has another type, or is outside the limits.
     """
     for name, field in field_types(type(config)).items():  # type: ignore[arg-type]  # mypy: no class is hashable
         value = getattr(config, name)
@@ -172,7 +176,9 @@ def check_fields(config: object) -> None:
         is_choice = isinstance(value, str) and value in field.choices
         if field.choices and not is_choice:
             raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field}.")
-        items = value if field.is_list else (value,)
+        items = (value,)
+        if field.is_list:
+            items = value
         for item in items:
             _check_item(name, field, item)
 
@@ -188,7 +194,9 @@ def _check_item(name: str, field: FieldType, item: Any) -> None:
         raise ValueError(f"{flag(name)} is {quoted(item)} but must be {field}.")
     limits = field.limits
     if limits is not None and not limits.allow(item):
-        hint = f"; {limits.hint}" if limits.hint else ""
+        hint = ""
+        if limits.hint:
+            hint = f"; {limits.hint}"
         raise ValueError(f"{flag(name)} is {quoted(item)} but must be {limits}{hint}.")
 
 
@@ -211,13 +219,19 @@ def _field_type(hint: Any) -> FieldType:
     """Returns the type of an annotation: `T`, `T | None` or `Annotated[T, Limits(…)]`."""
     limits = None
     if get_origin(hint) is Annotated:
-        limits = next((extra for extra in hint.__metadata__ if isinstance(extra, Limits)), None)
-        hint = get_args(hint)[0]
-    is_union = get_origin(hint) in (Union, types.UnionType)
-    members = get_args(hint) if is_union else (hint,)
+        hint, *extras = get_args(hint)
+        for extra in extras:
+            if isinstance(extra, Limits):
+                limits = extra
+    members = (hint,)
+    # `Optional[T]` is a Union, `T | None` a UnionType.
+    if get_origin(hint) in (Union, types.UnionType):
+        members = get_args(hint)
     kinds = [member for member in members if member is not type(None)]
-    # The command line gives text; where a field also takes another type, text is the general one.
-    kind = str if str in kinds else kinds[0]
+    kind = kinds[0]
+    # The command line gives text, which also covers the other types of such a field.
+    if str in kinds:
+        kind = str
     return FieldType(kind=kind, limits=limits, optional=len(kinds) < len(members))
 
 

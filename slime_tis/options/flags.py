@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 CORRECTION = "algorithm.rollout_correction"
-"""The block of verl's configuration that has its rollout correction."""
+"""The block of verl's configuration for the rollout correction."""
 
 BLOCKS = ("algorithm", "actor_rollout_ref")
 """Top-level keys of a verl configuration that are read."""
@@ -19,10 +19,12 @@ Hydra writes + for a new key and ++ for a new or an old one.
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag as it was written, `--name` or `--name=value`, with the words that follow it."""
+    """A flag of a command line."""
 
     word: str
+    """The flag as the user wrote it: `--name` or `--name=value`."""
     following: tuple[str, ...] = ()
+    """The words up to the next flag."""
 
     @property
     def name(self) -> str:
@@ -33,11 +35,13 @@ class Flag:
     def values(self) -> tuple[str, ...]:
         """The text after an equals sign, then the words after the flag."""
         _, equals, value = self.word.partition("=")
-        return (value, *self.following) if equals else self.following
+        if not equals:
+            return self.following
+        return (value, *self.following)
 
 
 def flags_of(words: Iterable[str]) -> list[Flag]:
-    """Returns each word that begins with two hyphens, with the words after it.
+    """Splits words at each word that begins with two hyphens.
 
     The first item has an empty word and the words before the first flag.
     """
@@ -64,5 +68,6 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if match is None:
             words.append(word)
         else:
+            # Hydra's grammar allows quotes around a value.
             overrides[match[1]] = match[2].strip("'\"")
     return words, overrides

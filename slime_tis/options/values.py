@@ -1,4 +1,7 @@
-"""Options by name, and their values: the same rules read the text of a command line and of YAML."""
+"""Options by name, and their values.
+
+The same rules read the text of a command line, of YAML, of a preset and of a Hydra override.
+"""
 
 import dataclasses
 import difflib
@@ -8,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 from slime_tis.errors import quoted
@@ -39,14 +43,14 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A value of an option, and where it comes from."""
+    """A value of an option, with its source."""
 
     value: Any
     label: str
     """Its name in messages: `--lr`, or `lr in run.yaml`."""
     source: Source
     unset: bool = False
-    """Whether the source has `none`, which overrides other sources with the default."""
+    """Whether the source has `none`, which takes the default instead of other sources' values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,7 @@ class Option:
     needs: tuple[str, ...] = ()
     suffices: tuple[str, ...] = ()
     advice: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What to do instead, by value of another program; for messages."""
+    """What a message advises instead of slime's values, by value."""
 
     @property
     def default_text(self) -> str:
@@ -113,7 +117,9 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
         if option.default is MISSING:
             raise ValueError(f"{label} is unset but must be {option.type}.")
         return Given(value=option.default, label=label, source=source, unset=True)
-    texts = [value] if isinstance(value, str) else value
+    texts = value
+    if isinstance(value, str):
+        texts = [value]
     has_blank = any(isinstance(text, str) and not text.strip() for text in texts)
     if not texts or has_blank:
         raise ValueError(f"{label} is empty but must be {option.type}; write none to unset it.")
@@ -123,8 +129,9 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
         raise ValueError(f"{label} is {quoted(value)} but {error}.") from None
     except ValueError:
         # A list or a mapping in place of a text cannot be a key of `advice`.
-        advice = option.advice.get(value) if isinstance(value, str) else None
-        hint = f"; {advice}" if advice is not None else ""
+        hint = ""
+        if isinstance(value, str) and value in option.advice:
+            hint = f"; {option.advice[value]}"
         raise ValueError(f"{label} is {quoted(value)} but must be {option.type}{hint}.") from None
 
 
@@ -132,7 +139,9 @@ def is_unset(value: Any) -> bool:
     """Whether a value resets an option: None, none, ~ or null, also as the only item of a list."""
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
-    return value is None or (isinstance(value, str) and value.strip().lower() in NULLS)
+    if isinstance(value, str):
+        return value.strip().lower() in NULLS
+    return value is None
 
 
 def read_switch(text: str) -> bool:
@@ -163,8 +172,10 @@ def similar(word: str, names: Iterable[str]) -> str | None:
     if matches:
         return matches[0]
     # argparse accepts a prefix of a flag; here it is only a suggestion.
-    longer_names = [name for name in names if len(word) > 5 and name.startswith(word)]
-    return longer_names[0] if longer_names else None
+    for name in names:
+        if len(word) > 5 and name.startswith(word):
+            return name
+    return None
 
 
 class _UnfitText(ValueError):
@@ -177,9 +188,12 @@ def _read_value(kind: FieldType, value: Any) -> Any:
         return _read_item(kind, value)
     if isinstance(value, dict):
         # `eval_prompt_data: {aime: a.jsonl}` in YAML is `--eval-prompt-data aime a.jsonl`.
-        value = [part for pair in value.items() for part in pair]
-    texts = [value] if isinstance(value, str) else value
-    return tuple(_read_item(kind, text) for text in texts)
+        value = list(chain.from_iterable(value.items()))
+    texts = value
+    if isinstance(value, str):
+        texts = [value]
+    items = [_read_item(kind, text) for text in texts]
+    return tuple(items)
 
 
 def _read_item(kind: FieldType, text: Any) -> Any:
@@ -204,7 +218,8 @@ def _read_float(text: str) -> float:
     # float() also accepts underscores and digits of other scripts.
     if len(text) > MAX_NUMBER or "_" in text or not text.isascii():
         raise ValueError(text)
-    number = float(text.lower().replace(".inf", "inf"))  # YAML writes .inf
+    # YAML writes infinity as .inf.
+    number = float(text.lower().replace(".inf", "inf"))
     overflows = math.isinf(number) and "inf" not in text.lower()
     if math.isnan(number) or overflows:
         raise ValueError(text)
@@ -214,7 +229,7 @@ def _read_float(text: str) -> float:
 def _read_text(text: str) -> str:
     if len(text) > MAX_TEXT:
         raise _UnfitText(f"may have {MAX_TEXT} characters at most")
-    # Cc: control characters. Cs: bytes of an argument that are not UTF-8, as Python passes them on.
+    # Cc: control characters. Cs: surrogates, by which Python passes on bytes that are not UTF-8.
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise _UnfitText("must be text without control characters and in UTF-8")
     return text

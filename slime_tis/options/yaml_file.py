@@ -1,4 +1,7 @@
-"""Options of --custom-config-path: option names as keys, and verl's blocks or Hydra overrides."""
+"""The YAML file of --custom-config-path: options by name, and verl's blocks.
+
+Hydra overrides on the command line change the values of verl's blocks.
+"""
 
 import json
 import re
@@ -38,7 +41,7 @@ MAX_DEPTH = 8
 YAML_NULLS = ("", "~", "null")
 """Plain scalars that YAML reads as null."""
 ACTOR = "actor_rollout_ref.actor"
-"""The block of verl's configuration that has the policy loss."""
+"""The block of verl's configuration for the policy loss."""
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 """The option that verl's correction needs; here rollouts always have log-probs."""
 
@@ -55,15 +58,18 @@ def read_yaml(
 
     Args:
         path: The file, or None if there are only overrides.
-        overrides: Texts of Hydra overrides by dotted key; they replace the file's verl blocks.
+        overrides: Texts of Hydra overrides by dotted key; they replace values of verl's blocks.
         options: The options that the file may have, by name.
-        aliases: Their old names, and the name of each one now.
+        aliases: Present names of options by old name.
 
     Raises:
         ValueError: The file cannot be read, or a key or value is wrong.
     """
-    document = {} if path is None else _read_document(path)
-    location = "" if path is None else f" in {_shown(path)}"
+    document = {}
+    location = ""
+    if path is not None:
+        document = _read_document(path)
+        location = f" in {_shown(path)}"
     blocks = {key: value for key, value in document.items() if key in BLOCKS}
     verl = from_verl(blocks, overrides, location)
     values = {}
@@ -99,11 +105,14 @@ def _user_option(label: str, key: str, path: Path | None, names: Sequence[str]) 
     match = similar(key, names)
     assert path is not None  # overrides set options of verl's blocks only
     text = path.read_text(encoding="utf-8")
-    document = yaml.load(text, _UserLoader)  # a safe loader; _read_document checked the file
+    # Safe, because the loader makes only YAML's types, and _read_document has checked the file.
+    document = yaml.load(text, _UserLoader)
     # The loader reads some keys in another type, such as `on` and `1`; user functions need names.
     is_name = key.isidentifier() and key in document
     if match is not None or key == "custom_config_path" or not is_name:
-        hint = "--help lists the options." if match is None else f"did you mean {match}?"
+        hint = "--help lists the options."
+        if match is not None:
+            hint = f"did you mean {match}?"
         raise ValueError(f"{label} is not an option; {hint}")
     value = document[key]
     try:
@@ -127,14 +136,19 @@ def _read_document(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         _check_nesting(text, path)
+        # BaseLoader leaves scalars as text, for the rules of the command line.
         root = yaml.compose(text, yaml.BaseLoader)
-        document = None if root is None else _plain(root, _shown(path))
+        document = None
+        if root is not None:
+            document = _plain(root, _shown(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).replace("<unicode string>", "the file").split())
         raise ValueError(f"{label} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
-    if document is not None and not isinstance(document, dict):
+    if document is None:  # the file is empty, or has only a null
+        return {}
+    if not isinstance(document, dict):
         raise ValueError(f"{label} but it contains no keys; write one `key: value` per line.")
-    return document or {}
+    return document
 
 
 def _check_nesting(text: str, path: Path) -> None:
@@ -158,8 +172,9 @@ def _plain(node: Any, file: str) -> Any:
         return [_plain(item, file) for item in node.value]
     if isinstance(node, yaml.ScalarNode):
         # A quoted scalar has a style and is text, also "null" and "".
-        is_null = node.style is None and node.value.lower() in YAML_NULLS
-        return None if is_null else node.value
+        if node.style is None and node.value.lower() in YAML_NULLS:
+            return None
+        return node.value
     lines: dict[str, str] = {}
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -179,13 +194,13 @@ def _shown(path: Path) -> str:
 
 
 class _UserLoader(yaml.SafeLoader):
-    """YAML's types; 1e-4 is a number, which YAML 1.1 reads as text."""
+    """Reads YAML's types, and 1e-4 as a number, which YAML 1.1 reads as text."""
 
 
 _UserLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
+    list("-+.0123456789"),  # first characters of such a scalar
 )
 
 
@@ -201,8 +216,8 @@ def from_verl(
 
     Args:
         blocks: verl's top-level blocks by name.
-        overrides: Texts by dotted key, which replace those of the blocks.
-        location: The blocks' file for messages.
+        overrides: Texts by dotted key; they replace the blocks' values.
+        location: The blocks' file, for messages.
 
     Raises:
         ValueError: A key or a value has no counterpart here.
@@ -253,7 +268,9 @@ def _losses(block: Mapping[str, Given]) -> dict[str, Given]:
     """Returns the options of the policy loss for verl's actor block."""
     values = {}
     for key, entry in block.items():
-        values[key] = None if is_unset(entry.value) else entry.value
+        values[key] = entry.value
+        if is_unset(entry.value):
+            values[key] = None
     options = translate_actor(values, lambda key: block[key].label)
     return {name: replace(block[key], value=str(value)) for name, (value, key) in options.items()}
 
@@ -276,14 +293,18 @@ def _correction(block: Mapping[str, Given]) -> dict[str, Given]:
         raise ValueError(str(error)) from None
     correction = {}
     for name, (value, key) in options.items():
-        text = str(value) if isinstance(value, bool) else value
-        correction[name] = replace(block[key], value=text)
+        # `read_given` takes texts, or a list of texts.
+        if isinstance(value, bool):
+            value = str(value)
+        correction[name] = replace(block[key], value=value)
     return correction
 
 
 def _switch(entry: Given) -> bool:
-    """Returns the value of a switch."""
-    text = entry.value if isinstance(entry.value, str) else ""
+    """Returns the value of a switch; raises ValueError for another value."""
+    text = ""  # no switch, for a list or a mapping
+    if isinstance(entry.value, str):
+        text = entry.value
     try:
         return read_switch(text)
     except ValueError:
