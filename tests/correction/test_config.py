@@ -99,6 +99,24 @@ GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
 
 
 CLIP = {"use_tis": True, "tis_mode": "clip"}
+
+
+@pytest.mark.parametrize(
+    ("options", "bounds"),
+    [
+        ({}, (0.5, 2.0)),
+        ({"tis_upper_bound_negative": 4.0}, (0.25, 4.0)),
+        ({"tis_lower_bound": 0.1}, (0.1, 2.0)),
+        ({"tis_lower_bound_negative": 0.3}, (0.3, 2.0)),
+        ({"tis_lower_bound": 0.1, "tis_lower_bound_negative": 0}, (0.0, 2.0)),
+    ],
+    ids=["none given", "upper", "lower of both signs", "lower", "no lower"],
+)
+def test_bounds_at_negative_advantages(options, bounds):
+    config = RolloutCorrectionConfig(**CLIP, **options)
+    assert config.is_bounds_negative == bounds
+
+
 REFUSED = {
     "mode": ({"tis_mode": "icepop"}, "must be one of truncate, clip, mask"),
     "level": ({"rs_level": "word"}, "--rs-level is 'word'"),

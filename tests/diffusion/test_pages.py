@@ -9,6 +9,7 @@ import torch
 
 import slime_tis
 from slime_tis import RolloutCorrectionConfig, diffusion
+from slime_tis.correction.modes import CRITERIA
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "diffusion.md").read_text()
@@ -70,6 +71,11 @@ def test_the_page_names_every_public_object(name):
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"preset\(\"(\w+)\"\)", PAGE))))
 def test_presets_of_the_page_exist(name):
     assert name in slime_tis.PRESETS
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\b(?:token|seq_\w+)_k\d\b", PAGE))))
+def test_criteria_of_the_page_exist(name):
+    assert name in CRITERIA
 
 
 def test_options_of_the_page_exist():

@@ -3,13 +3,16 @@
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 KILLED = 77
 
 
-def killed_at_each_operation(below, action):
+def killed_at_each_operation(below: Path, action: Callable[[], object]) -> Iterator[int]:
     """Runs an action in forked processes, the n-th of which ends before its n-th operation on files
     below a directory.
 
@@ -34,14 +37,14 @@ def killed_at_each_operation(below, action):
         yield number
 
 
-def _end_before(number, below):
-    seen = 0
+def _end_before(number: int, below: str) -> None:
+    operations = 0
 
-    def hook(event, arguments):
-        nonlocal seen
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal operations
         if event in EVENTS and isinstance(arguments[0], str | bytes | os.PathLike):
-            seen += os.fsdecode(arguments[0]).startswith(below)
-            if seen == number:
+            operations += os.fsdecode(arguments[0]).startswith(below)
+            if operations == number:
                 os._exit(KILLED)
 
     sys.addaudithook(hook)

@@ -3,8 +3,11 @@ unknown files."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +20,8 @@ from tests.runs import largest_file
 from tests.storage.killed import killed_at_each_operation
 
 
-def export(target, content):
+def export(target: Path, content: str) -> None:
+    """Writes an export of two files."""
     exports.check_target(target, "--save-hf is 'hf'", "export")
     unfinished = exports.begin(target)
     (unfinished / "config.json").write_text(content)
@@ -26,32 +30,36 @@ def export(target, content):
     exports.finish(unfinished, target)
 
 
-def files(directory):
+def contents(directory: Path) -> dict[str, str]:
+    """The text of each file; none of an absent directory."""
+    if not directory.exists():
+        return {}
     return {path.name: path.read_text() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["the first export", "over an earlier one"])
-def test_an_export_killed_at_any_operation_is_complete(before, tmp_path):
+def test_a_first_export_killed_at_any_operation_is_absent(tmp_path):
     target = tmp_path / "hf"
-    if before:
-        export(target, "old")
-    contents = set()
+    # nothing follows the operation that gives the directory its name
     for number in killed_at_each_operation(tmp_path, lambda: export(target, "new")):
-        found = files(target) if target.exists() else {}
-        contents.add(
-            "".join(sorted({found.get(name, "") for name in ("config.json", "model.safetensors")}))
-        )
-        assert not found or len(found) == 3, f"killed at operation {number}: {found}"
-        export(target, "old" if before else "third")
-        assert [path.name for path in tmp_path.iterdir()] == ["hf"], f"killed at operation {number}"
-        if not before:
-            for path in target.iterdir():
-                path.unlink()
-            target.rmdir()
-    assert files(target)["config.json"] == "new"
-    assert contents == (
-        {"old", "new"} if before else {""}
-    )  # nothing follows the renaming of a first one
+        assert not target.exists(), f"killed at operation {number}"
+        export(target, "third")
+        assert names(tmp_path) == ["hf"], f"killed at operation {number}"
+        shutil.rmtree(target)
+    assert contents(target)["config.json"] == "new"
+
+
+def test_an_export_killed_over_an_earlier_one_is_complete(tmp_path):
+    target = tmp_path / "hf"
+    export(target, "old")
+    exported = set()
+    for number in killed_at_each_operation(tmp_path, lambda: export(target, "new")):
+        files = contents(target)
+        assert len(files) in (0, 3), f"killed at operation {number}: {files}"
+        exported.add((files.get("config.json"), files.get("model.safetensors")))
+        export(target, "old")
+        assert names(tmp_path) == ["hf"], f"killed at operation {number}"
+    assert contents(target)["config.json"] == "new"
+    assert exported == {("old", "old"), ("new", "new")}
 
 
 @pytest.mark.parametrize(
@@ -64,16 +72,15 @@ def test_an_export_killed_at_any_operation_is_complete(before, tmp_path):
     ],
     ids=["a file", "a file beside ours", "a file in its place", "a link in its place"],
 )
-def test_what_somebody_else_has_in_the_way_is_refused_and_stays(make, tmp_path):
+def test_a_users_file_in_the_way_of_an_export_stays(make, tmp_path):
     left = tmp_path / ".hf.unfinished"
     left.mkdir()
     make(left)
-    before = sorted(path for path in tmp_path.rglob("*"))
-    with pytest.raises(
-        ValueError, match=r"^--save-hf is 'hf' but .*\.hf\.unfinished' is in its way; move that"
-    ):
+    before = sorted(tmp_path.rglob("*"))
+    message = r"^--save-hf is 'hf' but .*\.hf\.unfinished' is in its way; move that"
+    with pytest.raises(ValueError, match=message):
         export(tmp_path / "hf", "new")
-    assert sorted(path for path in tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 HOLD = """
@@ -86,25 +93,41 @@ with held({Path(sys.argv[1]): "--save"}):
 """
 
 
-def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path):
-    lock = tmp_path / "run" / ".lock"
-    command = [sys.executable, "-c", HOLD, str(lock)]
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of the directory `run`."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run" / ".lock")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with (
-            pytest.raises(
-                DirectoryInUse, match=f"process id {holder.pid} on {os.uname().nodename}"
-            ),
-            held({lock: "--output-dir"}),
-        ):
-            pass
-        holder.kill()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_held_lock_names_its_process(holder, tmp_path):
+    message = f"process id {holder.pid} on {os.uname().nodename}"
+    with (
+        pytest.raises(DirectoryInUse, match=message),
+        held({tmp_path / "run" / ".lock": "--output-dir"}),
+    ):
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_taken(holder, tmp_path):
+    holder.kill()
+    holder.wait()
+    lock = tmp_path / "run" / ".lock"
     assert lock.exists()
     with held({lock: "--save"}):
         assert str(os.getpid()) in lock.read_text()
-    assert os.listdir(tmp_path / "run") == []
+
+
+def test_a_released_lock_leaves_no_file(tmp_path):
+    with held({tmp_path / "run" / ".lock": "--save"}):
+        pass
+    assert names(tmp_path / "run") == []
 
 
 def test_a_directory_that_cannot_be_locked_is_named(tmp_path):
@@ -116,101 +139,117 @@ def test_a_directory_that_cannot_be_locked_is_named(tmp_path):
         pass
 
 
-def test_why_a_directory_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "loop").symlink_to("loop")
-    assert unwritable(tmp_path) is None and unwritable(tmp_path / "a" / "b") is None
-    for name, words in (
+@pytest.mark.parametrize("name", [".", "a/b"], ids=["present", "absent"])
+def test_a_writable_directory_has_no_message(name, tmp_path):
+    assert unwritable(tmp_path / name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
         ("file", "that is a file"),
         ("file/x", "is a file"),
         ("loop", "that is a broken link"),
         ("x" * 300, "File name too long"),
         ("a\0b", "embedded null byte"),
-    ):
-        assert words in str(unwritable(tmp_path / name))
-    if not os.access("/sys/kernel", os.W_OK):
-        assert unwritable("/sys/kernel/x/y") == "'/sys/kernel' cannot be written"
+    ],
+    ids=["a file", "below a file", "a loop of links", "a long name", "a null byte"],
+)
+def test_why_a_directory_cannot_be_written(name, words, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    assert words in str(unwritable(tmp_path / name))
+
+
+@pytest.mark.skipif(os.access("/sys/kernel", os.W_OK), reason="this user may write /sys/kernel")
+def test_the_directory_without_permission_is_named():
+    assert unwritable("/sys/kernel/x/y") == "'/sys/kernel' cannot be written"
+
+
+SIDE_FILES = [
+    "chat_template.jinja",
+    "config.json",
+    "merges.txt",
+    "qwen.tiktoken",
+    "tokenization_qwen.py",
+    "tokenizer.model",
+]
+"""Files of a checkpoint that an export copies."""
+
+OMITTED_FILES = [
+    "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    ".slime_tis_export.json",
+    ".gitattributes",
+]
 
 
 @pytest.fixture
-def like(tmp_path):
+def like(tmp_path: Path) -> Path:
+    """The checkpoint that an export takes its configuration and tokenizer from."""
     source = tmp_path / "like"
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "llama", "torch_dtype": "float16"}')
-    for name in (
-        *(
-            "tokenizer.model",
-            "merges.txt",
-            "chat_template.jinja",
-            "model-00001-of-00002.safetensors",
-        ),
-        *("qwen.tiktoken", "tokenization_qwen.py"),
-        *(
-            "model.safetensors.index.json",
-            "pytorch_model.bin",
-            ".slime_tis_export.json",
-            ".gitattributes",
-        ),
-    ):
-        (source / name).write_text(name)
+    for name in (*SIDE_FILES, *OMITTED_FILES):
+        if name != "config.json":
+            (source / name).write_text(name)
     (source / "original.json").mkdir()
     return source
 
 
 @pytest.fixture
-def directory(tmp_path):
+def directory(tmp_path: Path) -> Path:
     (tmp_path / "written").mkdir()
     return tmp_path / "written"
 
 
-SIDE = [
-    *(
-        "chat_template.jinja",
-        "config.json",
-        "merges.txt",
-        "qwen.tiktoken",
-        "tokenization_qwen.py",
-        "tokenizer.model",
-    )
-]
-
-
-def names(directory):
+def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_one_file_and_what_lies_beside_the_weights(directory, like):
+def test_small_weights_are_written_to_one_file(directory, like):
     weights = {"a": torch.tensor([1.0, -2.5]), "b": torch.zeros(2, 3)}
     write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=32)
-    assert names(directory) == sorted([*SIDE, "model.safetensors"])
-    assert (directory / "merges.txt").read_text() == "merges.txt"
-    assert json.loads((directory / "config.json").read_text()) == {
-        "model_type": "llama",
-        "dtype": "float32",
-    }
+    assert names(directory) == sorted([*SIDE_FILES, "model.safetensors"])
     loaded = load_file(directory / "model.safetensors")
-    assert loaded["a"].tolist() == [1.0, -2.5] and loaded["b"].shape == (2, 3)
+    assert loaded["a"].tolist() == [1.0, -2.5]
+    assert loaded["b"].shape == (2, 3)
 
 
-def test_shards_hold_at_most_their_bytes_but_for_a_larger_tensor(directory, like):
+def test_the_tokenizer_is_copied(directory, like):
+    write_hf_checkpoint(directory, [("a", torch.zeros(1))], like=like, shard_bytes=32)
+    assert (directory / "merges.txt").read_text() == "merges.txt"
+
+
+def test_the_configuration_names_the_dtype_of_the_weights(directory, like):
+    write_hf_checkpoint(directory, [("a", torch.zeros(1))], like=like, shard_bytes=32)
+    config = json.loads((directory / "config.json").read_text())
+    assert config == {"model_type": "llama", "dtype": "float32"}
+
+
+def test_a_shard_exceeds_its_limit_only_for_a_larger_tensor(directory, like):
     sizes = {"a": 10, "b": 10, "c": 30, "d": 5, "e": 15}  # elements of 2 bytes, 40 bytes per file
     weights = {name: torch.full((size,), 1.0, dtype=torch.bfloat16) for name, size in sizes.items()}
     write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=40)
-    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert names(directory) == sorted([*SIDE, *files, "model.safetensors.index.json"])
-    assert [sorted(load_file(directory / file)) for file in files] == [
-        ["a", "b"],
-        ["c"],
-        ["d", "e"],
-    ]
-    assert json.loads((directory / "model.safetensors.index.json").read_text()) == {
+    shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert names(directory) == sorted([*SIDE_FILES, *shards, "model.safetensors.index.json"])
+    tensors = [sorted(load_file(directory / shard)) for shard in shards]
+    assert tensors == [["a", "b"], ["c"], ["d", "e"]]
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index == {
         "metadata": {"total_size": 140},
-        "weight_map": {"a": files[0], "b": files[0], "c": files[1], "d": files[2], "e": files[2]},
+        "weight_map": {
+            "a": shards[0],
+            "b": shards[0],
+            "c": shards[1],
+            "d": shards[2],
+            "e": shards[2],
+        },
     }
-    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_views_that_share_memory_are_written_as_tensors_of_their_own(directory, like):
+def test_views_that_share_memory_are_written_separately(directory, like):
     whole = torch.arange(6.0).view(2, 3)
     write_hf_checkpoint(
         directory, [("row", whole[0]), ("transposed", whole.T)], like=like, shard_bytes=100
@@ -220,10 +259,11 @@ def test_views_that_share_memory_are_written_as_tensors_of_their_own(directory, 
     assert loaded["transposed"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
-def test_a_full_disk_is_an_error_of_the_system_and_the_rest_is_left_to_iterate(directory, like):
+def test_a_full_disk_leaves_the_other_weights_to_the_caller(directory, like):
+    """Iterating over them may be a collective, which every rank must end."""
     given = []
 
-    def weights():
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(4):
             given.append(i)
             yield f"w{i}", torch.zeros(100_000, dtype=torch.uint8)
