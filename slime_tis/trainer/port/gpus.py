@@ -21,6 +21,7 @@ PLACEMENT = (
 """Flags that assign GPUs; torchrun and --sglang-launch replace them."""
 GPUS_PER_NODE = 8
 """slime's default of --actor-num-gpus-per-node and --num-gpus-per-node."""
+# `place` tries every size up to this one. A larger number in a flag counts as this one.
 MAX_GPUS = 1024
 
 
@@ -46,9 +47,9 @@ class Placement:
 def place(given: Mapping[str, Flag]) -> Placement:
     """Returns ranks with complete replicas that divide a step's samples, and servers on other GPUs.
 
-    With --colocate, half of each node's GPUs train if the layout fits them, otherwise all.
-    `--sglang-launch` starts servers only on the first machine. With several nodes, servers must be
-    started by hand.
+    With --colocate, half of a node's GPUs train if the layout fits them, otherwise all of them do.
+    `--sglang-launch` starts servers only on the first machine, so the servers of several nodes must
+    be started by hand.
     """
     nodes = count(given, "--actor-num-nodes", 1)
     trained = min(count(given, "--actor-num-gpus-per-node", GPUS_PER_NODE), MAX_GPUS)
@@ -57,19 +58,28 @@ def place(given: Mapping[str, Flag]) -> Placement:
     if is_shared and "--num-gpus-per-node" not in given:
         machine = trained
 
-    fitting = [size for size in range(trained, 0, -1) if _fits(given, size * nodes)]
-    halves = [size for size in fitting if size <= max(trained // 2, 1)]
-    candidates = halves if is_shared and halves else fitting
-    ranks = candidates[0] if candidates else trained
+    # Some layouts divide no number of ranks. The command then keeps slime's number, and train.py's
+    # message about the layout appears below it.
+    sizes = [size for size in range(trained, 0, -1) if _fits(given, size * nodes)]
+    fits = bool(sizes)
+    sizes = sizes or [trained]
+    if is_shared:
+        # slime's servers use the GPUs of training; here they need GPUs that training leaves free.
+        halves = [size for size in sizes if size <= max(trained // 2, 1)]
+        sizes = halves or sizes
+    ranks = sizes[0]
 
+    # Both names are SGLang's. GPUs of one server = stages × GPUs of one stage.
     stages = max(
         count(given, "--sglang-pp-size", 1), count(given, "--sglang-pipeline-parallel-size", 1)
     )
     per_server = count(given, "--rollout-num-gpus-per-engine", 1)
-    left = machine - ranks
-    wanted = left if is_shared else count(given, "--rollout-num-gpus", per_server)
+    free = machine - ranks
+    wanted = free
+    if not is_shared:
+        wanted = count(given, "--rollout-num-gpus", per_server)
     servers = max(wanted // per_server, 1)
-    if nodes > 1 or not candidates or servers * per_server > left:
+    if nodes > 1 or not fits or servers * per_server > free:
         servers = 0
     return Placement(
         nodes=nodes,
@@ -87,7 +97,9 @@ def _fits(given: Mapping[str, Flag], ranks: int) -> bool:
     pipeline = count(given, "--pipeline-model-parallel-size", 1)
     experts = count(given, "--expert-model-parallel-size", 1) * pipeline
     if experts > pipeline:
+        # As in Megatron-core, the tensor-parallel size of experts is by default that of the layers.
         experts *= count(given, "--expert-tensor-parallel-size", tensor)
+    # Without --global-batch-size this is 0, which every number of replicas divides.
     samples = count(given, "--global-batch-size", 0)
     return ranks % replica == 0 and ranks % experts == 0 and samples % (ranks // replica) == 0
 
@@ -99,7 +111,10 @@ def _replica(given: Mapping[str, Flag]) -> int:
 
 
 def count(given: Mapping[str, Flag], name: str, default: int) -> int:
-    """Returns a flag's positive whole number; the default if it is missing or something else."""
-    values = given[name].values if name in given else ()
-    is_count = len(values) == 1 and re.fullmatch(r"[1-9][0-9]{0,8}", values[0])
-    return int(values[0]) if is_count else default
+    """Returns a flag's positive integer; the default if the flag is missing or something else."""
+    if name not in given:
+        return default
+    value = " ".join(given[name].values)
+    if re.fullmatch(r"[1-9][0-9]{0,8}", value) is None:
+        return default
+    return int(value)

@@ -1,9 +1,11 @@
 """Reads the training command out of a bash launch script; executes nothing.
 
-tree-sitter parses the script. Followed are assignments (`=`, `+=`, arrays), `source`, `$X`, `${X}`,
-`${X[@]}`, `${X:-default}`, `$((A * 2))`, and the script's own directory. Other expansions become
-marks that carry their source text. An assignment in a block counts if the variable has no other
-value; a note names it if the command depends on it.
+tree-sitter parses the script. `LaunchScript` follows assignments (`=`, `+=`, arrays), `source`,
+`$X`, `${X}`, `${X[@]}`, `${X:-default}`, `$((A * 2))`, and idioms for the directory of the script.
+Any other expansion becomes a mark that contains its source text.
+
+An assignment under a condition or in a loop counts if the variable has no other value. If the
+command depends on such an assignment, a note names the variable.
 """
 
 import ast
@@ -33,7 +35,7 @@ ARITHMETIC = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-"""Operators in `$((…))` that are calculated, by Python's names."""
+"""Operators that `_calculated` knows, by their classes in Python's grammar."""
 PROGRAMS = ("train.py", "train_async.py")
 
 # Marks in expanded text. `_text_of` removes these characters from scripts.
@@ -47,15 +49,19 @@ QUOTE = "\ue003"
 """Begins quoted text, which is a word even if it is empty."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+# Escapes and single quotes come first, because nothing is expanded in them.
 UNBRACED = re.compile(rf"\\.|'[^']*'|\$({NAME})", re.DOTALL)
 PARAMETER = re.compile(rf"\$\{{({NAME})(\[[@*]\])?(:-.*)?\}}", re.DOTALL)
+# "$(dirname -- "${BASH_SOURCE[0]}")", and around it "$(cd -- … &>/dev/null && pwd)".
 OWN_DIRECTORY = re.compile(r"\$\(dirname [^)]*(?:BASH_SOURCE|\$0|\$\{0\})")
 CHANGED_DIRECTORY = re.compile(r"\$\(cd (?:-- )?([^&]*)(?:&>/dev/null *)?&& pwd\)")
+# An export, or a key of the JSON that `ray job submit --runtime-env-json` takes.
 PYTHON_PATH = re.compile(r"""^[^#\n]*PYTHONPATH[\\"' ]*[:=][\\"' ]*([^\s"'\\]+)""", re.MULTILINE)
 WHOLE_ARRAY = re.compile(rf'"\$\{{{NAME}\[@\]\}}"')
 WORD = re.compile(f"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^{OPEN}\\s])+")
 UNKNOWN = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 UNSET_VARIABLE = re.compile(rf"{OPEN}\$\{{({NAME})\}}{CLOSE}")
+# slime's scripts name groups of flags MODEL_ARGS, CKPT_ARGS, EVAL_ARGS, …
 UNSET_ARRAY = re.compile(rf"{OPEN}\$\{{(\w*ARGS|\w+(?=\[))(?:\[[@*]\])?\}}{CLOSE}")
 ENTRY = re.compile(rf"(?!.*(?:Megatron-LM|PYTHONPATH))(?:[\w./~@+,=-]|{UNSET_VARIABLE.pattern})+")
 BLOCKS = ("if_statement", "case_statement", "compound_statement", "do_group")
@@ -76,16 +82,17 @@ class LaunchScript:
     words: list[str] = field(default_factory=list)
     """The expanded words after the program, with marks for unknown values."""
     notes: dict[str, None] = field(default_factory=dict)
-    """Parts of the script that were not read, and uncertain values."""
+    """Parts of the script that were not read, and uncertain values; a set that keeps the order."""
     python_path: list[str] = field(default_factory=list)
     """Known entries of the script's PYTHONPATH, without Megatron-LM."""
     variables: dict[str, list[str]] = field(default_factory=dict)
     """Words by variable; one word for a variable that is not an array."""
     uncertain: dict[str, set[str]] = field(default_factory=dict)
-    """Notes on the assignments under a condition that the words of a variable depend on."""
-    met: set[str] = field(default_factory=set)
+    """By variable: notes on assignments under a condition that its words depend on."""
+    doubts: set[str] = field(default_factory=set)
     """Such notes on the words that were expanded last."""
     expanded: int = 0
+    """Characters of all expansions so far."""
 
     def read(self, text: str) -> None:
         """Follows assignments, sourced files and training commands."""
@@ -93,14 +100,17 @@ class LaunchScript:
         text = UNBRACED.sub(lambda match: f"${{{match[1]}}}" if match[1] else match[0], text)
         root = BASH.parse(text.encode()).root_node
         if root.has_error:
-            row = next((child for child in root.children if child.has_error), root).start_point.row
-            self.notes[f"line {row + 1} and what follows it are not understood"] = None
+            broken = next((child for child in root.children if child.has_error), root)
+            line = broken.start_point.row + 1
+            self.notes[f"line {line} and what follows it are not understood"] = None
         self._follow(root)
         for match in PYTHON_PATH.finditer(text):
-            entries = dict.fromkeys(self._value(_in_quotes(match[1])).split(":"))
-            self.python_path = [each for each in entries if ENTRY.fullmatch(each)]
+            # A later path replaces an earlier one, as a later assignment does.
+            entries = self._value(_in_quotes(match[1])).split(":")
+            self.python_path = [entry for entry in dict.fromkeys(entries) if ENTRY.fullmatch(entry)]
 
     def _follow(self, node: Node, conditional: bool = False) -> None:
+        """Follows the assignments and commands in a node, in their order."""
         if node.type == "variable_assignment":
             self._assign(node, conditional)
         elif node.type == "command" or (
@@ -114,60 +124,68 @@ class LaunchScript:
     def _run(self, node: Node, conditional: bool) -> None:
         """Reads a sourced file, or keeps the words after train.py."""
         command = node if node.type == "command" else node.children[0]
-        assignments = [
-            child for child in command.named_children if child.type == "variable_assignment"
-        ]
-        words = [
-            child
-            for child in command.named_children
-            if child.type not in ("variable_assignment", "comment")
-        ]
-        for redirect in node.named_children:  # may take later words for destinations
+        children = [child for child in command.named_children if child.type != "comment"]
+        assignments = [child for child in children if child.type == "variable_assignment"]
+        words = [child for child in children if child.type != "variable_assignment"]
+        for redirect in node.named_children:
+            # The grammar takes words after `> FILE` for further destinations.
             words += redirect.children_by_field_name("destination")[1:]
         is_source = bool(words) and words[0].text in (b"source", b".")
-        for each in assignments:  # of `A=1 B=2` the grammar takes the next line for the command
-            if is_source or (words and each.end_point.row < words[0].start_point.row):
-                self._assign(each, conditional)
+        for assignment in assignments:
+            # Before a program, an assignment is for this program only. But the grammar takes the
+            # line after `A=1 B=2` for the program, so the line of the assignment decides.
+            is_earlier = bool(words) and assignment.end_point.row < words[0].start_point.row
+            if is_source or is_earlier:
+                self._assign(assignment, conditional)
         if is_source:
-            self._source(self._value(words[1]) if words[1:] else "")
+            # Words after the file are its arguments; `source` without a file is an empty name.
+            self._source("".join(map(self._value, words[1:2])))
         elif "train" in _text(command).lower():
             expanded: list[str] = []
-            for each in words:
-                if not any(_program(word) for word in expanded):
-                    self.met = set()
-                expanded += self._words([each])
+            for word in words:
+                # Doubts about the words before train.py do not concern its flags.
+                if not any(map(_program, expanded)):
+                    self.doubts = set()
+                expanded += self._words([word])
             self._read_command(expanded)
 
     def _read_command(self, words: list[str]) -> None:
         """Keeps the words after train.py; reads a command inside a word, as in `bash -c`."""
-        met = dict.fromkeys(sorted(self.met))
+        doubts = dict.fromkeys(sorted(self.doubts))
         for index, word in enumerate(words):
-            if name := _program(word):
+            if program := _program(word):
                 if self.program:
                     self.notes[
                         "the script runs training more than once; this is the last command"
                     ] = None
-                self.notes |= met
-                self.program = name
+                self.notes |= doubts
+                self.program = program
                 self.words = []
-                for each in words[index + 1 :]:
-                    array = UNSET_ARRAY.fullmatch(each)
-                    if array and array[1] == "MODEL_ARGS":
-                        continue  # config.json has their values
-                    if array:
-                        self.notes[f"{array[1]} is unset and expands to nothing"] = None
-                    else:
-                        self.words.append(each)
+                for flag in words[index + 1 :]:
+                    self._keep(flag)
                 return
-            if any(f"{each} " in UNKNOWN.sub("", word) for each in PROGRAMS):
-                self.notes |= met
+            if any(f"{program} " in UNKNOWN.sub("", word) for program in PROGRAMS):
+                self.notes |= doubts
                 self.read(legible(word))
                 return
 
+    def _keep(self, word: str) -> None:
+        """Keeps a word of the training command, unless it is an array without a value."""
+        array = UNSET_ARRAY.fullmatch(word)
+        if array is None:
+            self.words.append(word)
+        elif array[1] != "MODEL_ARGS":  # config.json has the values of MODEL_ARGS
+            self.notes[f"{array[1]} is unset and expands to nothing"] = None
+
     def _assign(self, node: Node, conditional: bool) -> None:
+        """Sets a variable, or appends to it.
+
+        Under a condition, a value without marks replaces a value with marks, or is appended. A
+        variable without a value takes any.
+        """
         name = _text(node.child_by_field_name("name"))
         value = node.child_by_field_name("value")
-        self.met = set()
+        self.doubts = set()
         append = node.children[1].type == "+="
         is_array = value is not None and value.type == "array"
         if value is None:
@@ -178,26 +196,25 @@ class LaunchScript:
             words = [self._value(value)]
         known = self.variables.get(name)
         if conditional:
-            if known is not None and (
-                OPEN in "".join(words) or not (append or OPEN in "".join(known))
-            ):
-                return
-            self.met.add(
-                f"{name} is set under a condition; {legible(' '.join(words))[:80]!r} is taken"
-            )
+            text = " ".join(words)
+            if known is not None:
+                is_taken = OPEN not in text and (append or OPEN in "".join(known))
+                if not is_taken:
+                    return
+            self.doubts.add(f"{name} is set under a condition; {legible(text)[:80]!r} is taken")
         if append and known is not None:
             words = [*known, *words] if is_array else ["".join(known + words)]
-            self.met |= self.uncertain[name]
+            self.doubts |= self.uncertain[name]
         self.variables[name] = words
-        self.uncertain[name] = {*self.met}
+        self.uncertain[name] = {*self.doubts}
 
     def _source(self, name: str) -> None:
         """Reads a sourced file, if need be from scripts/models beside or above the script."""
         paths = [self.directory / name]
         if "models/" in name:
             tail = name[name.rindex("models/") :]
-            above = (self.directory, *self.directory.parents[:3])
-            paths += [each / folder / tail for each in above for folder in ("", "scripts")]
+            for folder in (self.directory, *self.directory.parents[:3]):
+                paths += [folder / tail, folder / "scripts" / tail]
         path = next((path for path in paths if os.path.exists(path)), None)
         if path is None:
             shown = legible(name)
@@ -223,21 +240,27 @@ class LaunchScript:
         return self._expand(node, split=False).replace(BREAK, " ").replace(QUOTE, "")
 
     def _expand(self, node: Node, split: bool = True) -> str:
-        """The expanded text, with BREAK between words and QUOTE before quoted text."""
+        """The expanded text, with BREAK between words and QUOTE before quoted text.
+
+        Args:
+            node: A word, a part of a word, or a string.
+            split: Whether blanks in values divide words, as they do outside of assignments.
+        """
         text = _text(node)
         if node.type.endswith(SUBSTITUTIONS):
             value = " ".join(self._substitute(node))
             return BREAK.join(WORD.findall(value)) if split else value
         if node.type == "string":
             if WHOLE_ARRAY.fullmatch(text):
-                return BREAK.join(
-                    QUOTE + value for value in self._substitute(node.named_children[0])
-                )
+                # "${X[@]}" is a word for each word of the array
+                words = self._substitute(node.named_children[0])
+                return BREAK.join(QUOTE + word for word in words)
             return QUOTE + "".join(self._between_quotes(node))
         if node.type in ("raw_string", "ansi_c_string"):
             return QUOTE + text.removeprefix("$")[1:-1]
         if node.named_child_count:
             return "".join(self._expand(child, split) for child in node.named_children)
+        # A backslash quotes the next character, and joins lines at the end of a line.
         return re.sub(r"\\(\n)?(.?)", r"\2", text, flags=re.DOTALL)
 
     def _between_quotes(self, node: Node) -> Iterator[str]:
@@ -249,7 +272,8 @@ class LaunchScript:
                 end = child.end_byte - node.start_byte
                 between = text[start : end - len(_text(child).lstrip().encode())].decode()
                 yield re.sub(r'\\(?:\n|([\\$`"]))', r"\1", between)
-                yield "" if child.type == '"' else " ".join(self._substitute(child))
+                if child.type != '"':
+                    yield " ".join(self._substitute(child))
                 start = end
 
     def _substitute(self, node: Node) -> list[str]:
@@ -263,7 +287,8 @@ class LaunchScript:
             if default and values in (None, [], [""]):
                 return ["".join(map(self._value, node.named_children[1:]))]
             if values is not None:
-                self.met |= self.uncertain[name]
+                self.doubts |= self.uncertain[name]
+                # Of an array, $X and ${X} are the first word.
                 values = values if index else values[:1]
                 self.expanded += sum(map(len, values)) + len(values)
                 if self.expanded > MAX_EXPANDED_CHARACTERS:
@@ -277,32 +302,35 @@ class LaunchScript:
                 return [str(number)]
         if directory := CHANGED_DIRECTORY.fullmatch(text):
             return [self._value(_in_quotes(directory[1].strip()))]
-        return [str(self.directory) if OWN_DIRECTORY.match(text) else f"{OPEN}{text}{CLOSE}"]
+        if OWN_DIRECTORY.match(text):
+            return [str(self.directory)]
+        return [f"{OPEN}{text}{CLOSE}"]
 
     def _number(self, text: str) -> int | None:
-        """The value of `$((…))` with whole numbers and known variables; None for anything else."""
+        """The value of `$((…))` of integers and known variables; None for anything else."""
 
         def known(match: re.Match[str]) -> str:
             name = match[1] or match[2]
-            self.met |= self.uncertain.get(name, set())
+            self.doubts |= self.uncertain.get(name, set())
             return " ".join(self.variables.get(name, ["?"]))
 
         expression = re.sub(rf"\$\{{({NAME})\}}|({NAME})", known, text[3:-2])
         if len(expression) > MAX_EXPRESSION or not re.fullmatch(r"[\d\s()+*/%-]+", expression):
             return None
         try:
+            # `ast` only parses; `_calculated` knows a few operators.
             return _calculated(ast.parse(expression.strip(), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return None
 
 
 def _calculated(node: ast.AST) -> int:
-    """The value of an expression of whole numbers. Division truncates, as in bash."""
+    """The value of an expression of integers. Division truncates, as in bash."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
-    operation = ARITHMETIC.get(type(node.op)) if isinstance(node, ast.BinOp) else None
-    if not isinstance(node, ast.BinOp) or operation is None:
+    if not isinstance(node, ast.BinOp) or type(node.op) not in ARITHMETIC:
         raise ValueError("not arithmetic that is followed")
+    operation = ARITHMETIC[type(node.op)]
     value: int = operation(_calculated(node.left), _calculated(node.right))
     if not 0 <= value <= MAX_NUMBER:
         raise ValueError("a number that no flag has")
@@ -333,7 +361,9 @@ def read_launch(path: str | Path) -> LaunchScript:
 def _program(word: str) -> str:
     """The name of a training program that a word runs, or an empty text."""
     name = word.rpartition("/")[2]
-    return name if name in PROGRAMS else ""
+    if name in PROGRAMS:
+        return name
+    return ""
 
 
 def legible(word: str) -> str:

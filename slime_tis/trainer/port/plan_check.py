@@ -1,6 +1,6 @@
 """Messages of train.py and `slime-tis plan` about a ported command.
 
-Stand-ins replace files that this machine lacks.
+The script may be for another machine, so stand-ins replace files that this one lacks.
 """
 
 import json
@@ -27,6 +27,7 @@ NO_EFFECT = re.compile(
 )
 """Refusals of flags that change nothing."""
 MISSING_PACKAGE = re.compile(r"(--[a-z0-9-]+) is on but \w+ is not installed")
+# Errors of train.py name their flags only in the text.
 FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
 LAYOUT = ("parallel-size", "--sequence-parallel", "--hf-checkpoint", "world size")
 """Parts of refusals that leave the memory of a rank unknown."""
@@ -81,9 +82,9 @@ class Verdict:
 def check(flags: Words, ranks: int, model: Mapping[str, Any] | None, gpu_memory: float) -> Verdict:
     """Checks a command as train.py does, and its memory as `slime-tis plan` does.
 
-    train.py ends at the first refusal. Here the flag that a refusal names first is taken away, and
-    the rest is checked again; later refusals that name such a flag are left out, because they may
-    be consequences.
+    train.py ends at the first refusal. This function removes the flag that a refusal names first,
+    and checks the others again. It omits later refusals that name a removed flag, because they may
+    be consequences of the removal.
 
     Args:
         flags: The command, with marks of `launch_script` for unknown values.
@@ -97,7 +98,8 @@ def check(flags: Words, ranks: int, model: Mapping[str, Any] | None, gpu_memory:
         words = _with_stand_ins(flags, Path(folder), required, verdict)
         arguments = _configured(words, required, ranks, verdict)
         is_known = model is not None or _is_real_model(words, folder)
-        if arguments is None or any(part in text for text in verdict.refusals for part in LAYOUT):
+        refusals = "\n".join(verdict.refusals)
+        if arguments is None or any(part in refusals for part in LAYOUT):
             verdict.memory.append("not checked, because train.py refuses the layout.")
         elif not is_known:
             verdict.memory.append(
@@ -113,7 +115,7 @@ def check(flags: Words, ranks: int, model: Mapping[str, Any] | None, gpu_memory:
 def _configured(
     words: dict[str, tuple[str, ...]], required: Words, ranks: int, verdict: Verdict
 ) -> Arguments | None:
-    """Returns the configuration once nothing is refused; notes refusals and useless flags."""
+    """Returns the configuration once nothing is refused; adds the messages to the verdict."""
     environment = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -122,40 +124,42 @@ def _configured(
         "WORLD_SIZE": str(ranks),
     }
     removed: set[str] = set()
+    # Each round removes a flag or adds one of the seven required flags.
     for _ in range(len(words) + 8):
-        argv = [word for name, values in words.items() for word in (name, *values)]
+        argv: list[str] = []
+        for name, values in words.items():
+            argv += [name, *values]
         try:
             return configure(argv, environment)
         except (ValueError, OSError) as error:
             message = str(error)
         named = FLAG.findall(message)
-        match = NO_EFFECT.match(message)
+        no_effect = NO_EFFECT.match(message)
         package = MISSING_PACKAGE.match(message)
-        if not removed.isdisjoint(named):
-            pass  # a consequence of an earlier removal
+        is_consequence = not removed.isdisjoint(named)
+        if is_consequence:
+            pass  # the user sees the refusal that removed the flag
         elif package is not None:
             verdict.missing.append(message)
-        elif match is not None:
-            verdict.no_ops[match[1]] = message
+        elif no_effect is not None:
+            verdict.no_ops[no_effect[1]] = message
         else:
             verdict.refusals.append(message)
-        removed_now = _remove_first(named, words)
-        if removed_now is None and not _add_required(message, words, required):
-            return None
-        if removed_now is not None and (match is None or not removed.isdisjoint(named)):
-            removed.add(removed_now)
+        flag = _remove_first(named, words)
+        if flag is None:
+            if not _add_required(named, words, required):
+                return None
+        elif is_consequence or no_effect is None:
+            # Without a flag that has no effect, the others mean the same: nothing follows from it.
+            removed.add(flag)
     return None
 
 
 def _remove_first(named: Sequence[str], words: dict[str, tuple[str, ...]]) -> str | None:
     """Removes the message's first flag in the command, in all spellings; returns the flag."""
     for name in named:
-        option = OPTION_OF.get(name)
-        spellings = [
-            word
-            for word in words
-            if word == name or (option is not None and OPTION_OF.get(word) is option)
-        ]
+        option = OPTION_OF.get(name, name)
+        spellings = [word for word in words if OPTION_OF.get(word, word) == option]
         for spelling in spellings:
             del words[spelling]
         if spellings:
@@ -163,9 +167,9 @@ def _remove_first(named: Sequence[str], words: dict[str, tuple[str, ...]]) -> st
     return None
 
 
-def _add_required(message: str, words: dict[str, tuple[str, ...]], required: Words) -> bool:
-    """Adds a required flag, so that others are checked; returns whether the message names one."""
-    for name in FLAG.findall(message):
+def _add_required(named: Sequence[str], words: dict[str, tuple[str, ...]], required: Words) -> bool:
+    """Adds the message's first flag that train.py requires; returns whether there is one."""
+    for name in named:
         if name in required and name not in words:
             words[name] = required[name]
             return True
@@ -174,13 +178,13 @@ def _add_required(message: str, words: dict[str, tuple[str, ...]], required: Wor
 
 def _make_stand_ins(flags: Words, folder: Path, model: Mapping[str, Any] | None) -> Words:
     """Makes a checkpoint's config.json and a file of prompts; returns the flags that name them."""
-    has_experts = any(
-        name.startswith("--expert-") and values != ("1",) for name, values in flags.items()
-    )
-    unknown = STAND_IN_MODEL | (STAND_IN_EXPERTS if has_experts else {})
+    stand_in = dict(STAND_IN_MODEL)
+    for name, values in flags.items():
+        if name.startswith("--expert-") and values != ("1",):
+            stand_in |= STAND_IN_EXPERTS
     checkpoint = folder / "model"
     checkpoint.mkdir()
-    (checkpoint / "config.json").write_text(json.dumps(model or unknown))
+    (checkpoint / "config.json").write_text(json.dumps(model or stand_in))
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"input": "1+1=", "label": "2"}\n')
     return {"--hf-checkpoint": (str(checkpoint),), "--prompt-data": (str(prompts),)}
@@ -210,7 +214,7 @@ def _stand_in(
         (prompts,) = required["--prompt-data"]
         files = [_prompt_file(name, value, prompts, verdict) for value in values]
         if name == "--eval-prompt-data" and len(values) > 1:
-            files[::2] = values[::2]  # NAME FILE NAME FILE …
+            files[::2] = values[::2]  # the values are NAME FILE NAME FILE …
         return tuple(files)
     if name in OUTPUTS:
         return (str(folder / name.removeprefix("--")),)
@@ -223,7 +227,7 @@ def _stand_in(
     if name == "--custom-config-path" and not Path(" ".join(values)).is_file():
         verdict.missing.append(f"{name} {' '.join(values)}; its options are not checked.")
         return None
-    if any(OPEN in value for value in values):
+    if OPEN in " ".join(values):
         return REQUIRED.get(name)
     return values
 
@@ -240,6 +244,7 @@ def _model_directory(name: str, directory: str, stand_in: str, verdict: Verdict)
 
 def _prompt_file(name: str, value: str, stand_in: str, verdict: Verdict) -> str:
     """Returns a file of prompts, with its slice of rows, or one that stands for it."""
+    # without the slice, as in FILE@[0:3000]
     path = re.sub(r"@\[[-\d]*:[-\d]*\]$", "", value)
     if OPEN not in path and Path(path).is_file():
         return value
@@ -263,12 +268,14 @@ def _memory_problems(
     except ModuleNotFoundError as error:
         return [f"not checked, because the package {error.name} is not installed."]
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    longest = arguments.rollout.rollout_max_response_len
-    needed = megatron.max_tokens_per_gpu if megatron.use_dynamic_batch_size else None
-    flag = f"--max-tokens-per-gpu is {needed}"
-    if needed is None:
-        needed = (megatron.micro_batch_size or 1) * longest // megatron.context_parallel_size
-        flag = f"a micro-batch has up to {needed} tokens of responses"
+    if megatron.use_dynamic_batch_size and megatron.max_tokens_per_gpu is not None:
+        needed = megatron.max_tokens_per_gpu
+        limit = f"--max-tokens-per-gpu is {needed}"
+    else:
+        samples = megatron.micro_batch_size or 1
+        longest = arguments.rollout.rollout_max_response_len
+        needed = samples * longest // megatron.context_parallel_size
+        limit = f"a micro-batch has up to {needed} tokens of responses"
     try:
         stages = census(megatron).stages(megatron, ranks)
     except ValueError as error:
@@ -280,7 +287,7 @@ def _memory_problems(
             problems.append(
                 f"pipeline stage {index} does not fit: weights, gradients and optimizer state take"
                 f" {stage.fixed / GIB:.1f} GiB of a GPU with {gpu_memory:g} GiB, which leaves room"
-                f" for {tokens} tokens, but {flag}; lower it, use more ranks or recomputation, or"
+                f" for {tokens} tokens, but {limit}; lower it, use more ranks or recomputation, or"
                 " compare with slime-tis plan."
             )
     return problems

@@ -1,8 +1,8 @@
 """`slime-tis port run.sh` prints a slime launch script as a commented command of `train.py`.
 
-The comments list what was changed, renamed, added and dropped, and why. Nothing of the script is
-executed. A script that trains something else than this program can is refused, and a command that
-train.py would refuse is a comment.
+The comments list the changed, added and dropped flags with the reasons. Nothing in the script is
+executed. A script of an experiment that train.py cannot run is refused. A command that train.py
+would refuse is printed as a comment.
 """
 
 import os
@@ -90,9 +90,11 @@ class Ported:
     notes: dict[str, list[str]] = field(default_factory=lambda: {title: [] for title in TITLES})
     """Comments by title."""
     other_experiments: dict[str, list[str]] = field(default_factory=dict)
-    """Flags that train something else than this program can, by the reason."""
+    """Flags of experiments that train.py cannot run, by the reason."""
     python_path: list[str] = field(default_factory=list)
-    launcher: tuple[str, ...] = ()
+    """Directories of the script's PYTHONPATH."""
+    launcher: list[str] = field(default_factory=list)
+    """torchrun and its flags."""
     placement: Placement | None = None
 
     @property
@@ -103,10 +105,13 @@ class Ported:
     @property
     def command(self) -> str:
         """The command for a shell, one flag per line."""
-        path = [f"PYTHONPATH={_quoted(':'.join(self.python_path))}"] if self.python_path else []
-        lines = [" ".join([*path, *self.launcher, "train.py"])]
-        lines += [" ".join([name, *map(_quoted, values)]) for name, values in self.flags.items()]
-        return " \\\n   ".join(lines)
+        program = [*self.launcher, "train.py"]
+        if self.python_path:
+            program.insert(0, f"PYTHONPATH={_quoted(':'.join(self.python_path))}")
+        lines = [program]
+        for name, values in self.flags.items():
+            lines.append([name, *map(_quoted, values)])
+        return " \\\n   ".join(map(" ".join, lines))
 
     @property
     def text(self) -> str:
@@ -118,8 +123,13 @@ class Ported:
         else:
             lines.append(self.command)
         for title, notes in self.notes.items():
-            lines += ["#", f"# {title}:"] if notes else []
-            for note in [", ".join(notes)] if title == RESTATES and notes else notes:
+            if not notes:
+                continue
+            lines += ["#", f"# {title}:"]
+            if title == RESTATES:
+                # These are the flags of a script's MODEL_ARGS; they share a line.
+                notes = [", ".join(notes)]
+            for note in notes:
                 lines += _comment(note)
         return "\n".join(lines) + "\n"
 
@@ -132,8 +142,8 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
         gpu_memory: Memory of a GPU for the check whether the layout fits, GiB.
 
     Raises:
-        ValueError: The script cannot be read, or trains something else than this program can, or
-            the memory is no size.
+        ValueError: The script cannot be read, its experiment cannot be run, or the memory is out of
+            range.
     """
     if not 0 < gpu_memory <= MOST_MEMORY:
         raise ValueError(
@@ -143,25 +153,25 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
     ported = Ported(script=Path(path).name, python_path=launch.python_path)
     ported.notes[TODO] += [f"{note}." for note in launch.notes]
     given = _replace_values(launch, ported)
-    directory = " ".join(given["--hf-checkpoint"].values) if "--hf-checkpoint" in given else ""
-    model = _model_on_this_machine(directory)
+    model = _model_on_this_machine(_value(given, "--hf-checkpoint"))
     for flag in given.values():
         _port_flag(flag, given, model, ported)
     if model is None and "--spec" in given:
         ported.other_experiments.setdefault(LAYERS, []).append(_shown(given["--spec"]))
     if ported.other_experiments:
-        reasons = "".join(
-            f"\n  {', '.join(flags)}: {why}." for why, flags in ported.other_experiments.items()
-        )
-        raise ValueError(f"{str(path)!r} is an experiment that train.py cannot run:{reasons}")
+        lines = [f"{str(path)!r} is an experiment that train.py cannot run:"]
+        for reason, flags in ported.other_experiments.items():
+            lines.append(f"  {', '.join(flags)}: {reason}.")
+        raise ValueError("\n".join(lines))
     _assign_gpus(given, ported)
     _add_defaults(ported)
-    _check(given, directory, model, gpu_memory, ported)
+    _check(given, model, gpu_memory, ported)
     return ported
 
 
 def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
     """Returns the script's flags; flags in `VALUES` are replaced by equivalent ones."""
+    # Item 0 has the words before the first flag. The last of repeated flags counts, as in argparse.
     given = {flag.name: flag for flag in flags_of(launch.words)[1:]}
     if launch.program == "train_async.py":
         given.setdefault("--rollout-lookahead", Flag("--rollout-lookahead", ("1",)))
@@ -174,8 +184,7 @@ def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
         for replacement in flags_of(new.split())[1:]:
             given.setdefault(replacement.name, replacement)
         ported.notes[CHANGED].append(f"{_shown(flag)} becomes {new}.")
-    estimator = given.get("--advantage-estimator")
-    is_baseline = estimator is not None and estimator.values == ("reinforce_plus_plus_baseline",)
+    is_baseline = _value(given, "--advantage-estimator") == "reinforce_plus_plus_baseline"
     if is_baseline and "--normalize-advantages" not in given:
         # This program's estimator always divides by a deviation.
         new = "--advantage-estimator grpo --disable-grpo-std-normalization"
@@ -186,9 +195,19 @@ def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
     return given
 
 
+def _value(given: Mapping[str, Flag], name: str) -> str:
+    """Returns the values of a flag as one text; an empty text if the flag is missing."""
+    if name not in given:
+        return ""
+    return " ".join(given[name].values)
+
+
 def _model_on_this_machine(directory: str) -> dict[str, Any] | None:
+    """Returns the config.json of a checkpoint; None if there is none that train.py could read."""
+    if not directory:
+        return None
     try:
-        return read_model_config(directory) if directory else None
+        return read_model_config(directory)
     except (ValueError, OSError):
         return None
 
@@ -201,6 +220,9 @@ def _port_flag(
     value = " ".join(flag.values)
     shown = _shown(flag)
     experiment = experiment_of(name) or OTHER_VALUES.get(name, {}).get(value)
+    # A mark is not printable. Marks of unset variables do not count, because bash expands the
+    # variables in the new command.
+    is_unknown = not UNSET_VARIABLE.sub("", value).isprintable()
     if name in PLACEMENT:
         return  # _assign_gpus reads them together
     if experiment is not None:
@@ -209,22 +231,19 @@ def _port_flag(
         _port_checked(flag, model, ported)
     elif advice_for(name) is not None:
         ported.notes[UNSUPPORTED].append(f"{shown}: {advice_for(name)}.")
-    elif not UNSET_VARIABLE.sub("", value).isprintable() and name in (*PATHS, *REQUIRED):
-        variable = name.removeprefix("--").replace("-", "_").upper()
-        ported.flags[name] = (f"{OPEN}${{{variable}}}{CLOSE}",)
-        ported.notes[TODO].append(
-            f"{shown}: the value is known when the script runs; set {variable} to it."
-        )
-    elif not UNSET_VARIABLE.sub("", value).isprintable():
-        ported.notes[TODO].append(
-            f"{shown}: the value is known when the script runs; add the flag with its value."
-        )
+    elif is_unknown:
+        advice = "add the flag with its value"
+        if name in (*PATHS, *REQUIRED):
+            variable = name.removeprefix("--").replace("-", "_").upper()
+            ported.flags[name] = (f"{OPEN}${{{variable}}}{CLOSE}",)
+            advice = f"set {variable} to it"
+        ported.notes[TODO].append(f"{shown}: the value is known when the script runs; {advice}.")
     elif name in RENAMED:
         new = RENAMED[name]
-        ported.flags[new.name] = tuple(map(new.convert, flag.values))
-        ported.notes[CHANGED].append(
-            f"{shown} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}."
-        )
+        values = tuple(map(new.convert, flag.values))
+        ported.flags[new.name] = values
+        replacement = " ".join([new.name, *map(legible, values)])
+        ported.notes[CHANGED].append(f"{shown} is {replacement}.")
     elif name not in FLAGS and not SERVER_FLAG.fullmatch(name):
         ported.notes[TODO].append(
             f"{shown} is dropped: neither train.py nor slime is known to have this flag."
@@ -234,9 +253,10 @@ def _port_flag(
 
 
 def _port_checked(flag: Flag, model: dict[str, Any] | None, ported: Ported) -> None:
-    """Drops a flag that repeats config.json or a fixed setting; says where it differs."""
-    is_unknown = OPEN in " ".join(flag.values)
-    difference = "" if is_unknown else disagreement(flag, model)
+    """Drops a flag that repeats config.json or a fixed setting, and comments on differences."""
+    difference = ""
+    if OPEN not in " ".join(flag.values):
+        difference = disagreement(flag, model)
     if not difference:
         ported.notes[RESTATES].append(_shown(flag))
     elif flag.name in FIXED_EXPERIMENT:
@@ -255,15 +275,14 @@ def _keep_or_drop(flag: Flag, given: dict[str, Flag], ported: Ported) -> None:
     value = " ".join(flag.values)
     shown = _shown(flag)
     reason = DROPPED.get(shown, DROPPED.get(name))
-    saved = " ".join(given["--save"].values).rstrip("/") if "--save" in given else None
-    if name == "--load" and value.rstrip("/") == saved:
+    is_model = name == "--ref-load" and os.path.isfile(os.path.join(value, "config.json"))
+    is_resumed = "--save" in given and value.rstrip("/") == _value(given, "--save").rstrip("/")
+    if name == "--load" and is_resumed:
         ported.flags["--load"] = given["--save"].values
         ported.notes[CHANGED].append(
             f"{shown} resumes from this program's checkpoints; slime's are not read."
         )
-    elif reason and not (
-        name == "--ref-load" and os.path.isfile(os.path.join(value, "config.json"))
-    ):
+    elif reason and not is_model:
         ported.notes[CHANGED].append(f"{shown} is dropped: {reason}.")
     elif name == "--micro-batch-size" and "--use-dynamic-batch-size" in given:
         ported.notes[NO_OPS].append(f"{shown} has no effect with --use-dynamic-batch-size.")
@@ -284,11 +303,13 @@ def _assign_gpus(given: dict[str, Flag], ported: Ported) -> None:
     """Sets torchrun's ranks and the servers."""
     placement = place(given)
     ported.placement = placement
-    nodes = ["--nnodes", str(placement.nodes)] if placement.nodes > 1 else []
-    ported.launcher = ("torchrun", *nodes, "--nproc-per-node", str(placement.ranks_per_node))
+    launcher = ["torchrun"]
+    if placement.nodes > 1:
+        launcher += ["--nnodes", str(placement.nodes)]
+    ported.launcher = [*launcher, "--nproc-per-node", str(placement.ranks_per_node)]
     ported.flags["--rollout-engine"] = ("sglang",)
     stated = [_shown(given[name]) for name in PLACEMENT if name in given]
-    if count(given, "--actor-num-gpus-per-node", 0) == 0:
+    if not count(given, "--actor-num-gpus-per-node", 0):
         stated.append(f"{GPUS_PER_NODE} GPUs in a node are assumed")
     text = f"{', '.join(stated)}: torchrun starts {placement.ranks} ranks"
 
@@ -315,13 +336,14 @@ def _assign_gpus(given: dict[str, Flag], ported: Ported) -> None:
 
 
 def _serve_elsewhere(placement: Placement, is_named: bool, ported: Ported) -> None:
-    """Takes the servers' own flags out of the command: whoever starts the servers needs them."""
+    """Moves flags of SGLang from the command to a note, for whoever starts the servers."""
     if not is_named:
         ported.flags["--sglang-url"] = ("http://SERVER:30000",)
-    own = [name for name in ported.flags if name.startswith("--sglang-") and name not in FLAGS]
     words: list[str] = []
-    for name in own:
-        words += [name.replace("--sglang-", "--"), *map(legible, ported.flags.pop(name))]
+    for name in list(ported.flags):
+        # Other flags --sglang-NAME are options of train.py.
+        if name.startswith("--sglang-") and name not in FLAGS:
+            words += [name.replace("--sglang-", "--"), *map(legible, ported.flags.pop(name))]
     if words or not is_named:
         shown = " ".join(["--tp-size", str(placement.tensor_parallel), *words])
         ported.notes[TODO].append(
@@ -331,7 +353,7 @@ def _serve_elsewhere(placement: Placement, is_named: bool, ported: Ported) -> No
 
 
 def _add_defaults(ported: Ported) -> None:
-    """Adds options whose default in slime is another."""
+    """Adds options with another default in slime, so that the run is the same."""
     assert ported.placement is not None
     options = [OPTION_OF.get(name) for name in ported.flags]
     for name, values in SLIME_DEFAULTS.items():
@@ -350,25 +372,21 @@ def _add_defaults(ported: Ported) -> None:
 
 
 def _check(
-    given: dict[str, Flag],
-    directory: str,
-    model: dict[str, Any] | None,
-    gpu_memory: float,
-    ported: Ported,
+    given: dict[str, Flag], model: dict[str, Any] | None, gpu_memory: float, ported: Ported
 ) -> None:
     """Drops flags without effect, and notes what train.py and the plan say about the others."""
     assert ported.placement is not None
-    is_missing = model is None and not os.path.isfile(
-        os.path.join(legible(directory), "config.json")
-    )
-    problem = name_problem(legible(directory)) if is_missing else None
-    if problem is not None:
-        ported.notes[REFUSED].append(f"{problem}.")
-    sizes = model_from_script(given, legible(directory)) if is_missing else None
+    directory = legible(_value(given, "--hf-checkpoint"))
+    sizes = None
+    if model is None and not os.path.isfile(os.path.join(directory, "config.json")):
+        sizes = model_from_script(given, directory)
+        problem = name_problem(directory)
+        if problem is not None:
+            ported.notes[REFUSED].append(f"{problem}.")
     verdict = check(ported.flags, ported.placement.ranks, sizes, gpu_memory)
-    for name, message in verdict.no_ops.items():
-        option = OPTION_OF.get(name)
-        for spelling in [flag for flag in ported.flags if OPTION_OF.get(flag) is option]:
+    for flag, message in verdict.no_ops.items():
+        option = OPTION_OF.get(flag)
+        for spelling in [word for word in ported.flags if OPTION_OF.get(word) is option]:
             del ported.flags[spelling]
         ported.notes[NO_OPS].append(message)
     ported.notes[REFUSED] += verdict.refusals
@@ -377,7 +395,9 @@ def _check(
 
 
 def _shown(flag: Flag) -> str:
-    return " ".join([flag.name[:80], *(legible(value)[:160] for value in flag.values[:8])])
+    """The flag as the script writes it; long ones are cut."""
+    values = [legible(value)[:160] for value in flag.values[:8]]
+    return " ".join([flag.name[:80], *values])
 
 
 def _quoted(word: str) -> str:
@@ -395,6 +415,8 @@ def _comment(text: str) -> list[str]:
     """The text as comment lines; control characters are escaped."""
     text = " ".join(text.splitlines())
     printable = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-    wrapper = textwrap.TextWrapper(COMMENT_WIDTH, "#   ", "#     ")
-    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    # Flags and paths stay in one piece, so that they can be copied.
+    wrapper = textwrap.TextWrapper(
+        COMMENT_WIDTH, "#   ", "#     ", break_long_words=False, break_on_hyphens=False
+    )
     return wrapper.wrap(printable)

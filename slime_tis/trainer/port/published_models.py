@@ -7,6 +7,7 @@ from typing import Any
 
 from slime_tis.options.flags import Flag, flags_of
 from slime_tis.trainer.cli.slime_flags import RESTATED
+from slime_tis.trainer.port.gpus import count
 
 _QWEN3 = "--vocab-size 151936 --kv-channels 128 --qk-layernorm"
 _UNTIED = "--untie-embeddings-and-output-weights"
@@ -83,10 +84,12 @@ PUBLISHED: Mapping[str, str] = {
 directory's name."""
 
 OTHER_FAMILIES = re.compile(
-    r"(kimi|moonlight|deepseek-v[2-9]|deepseek-r1(?!-distill|-0528-qwen3)|gpt-oss|gemma|mimo|minimax|nemotron|"
-    r"qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-(9b|32b)|glm-?4\.7-flash|glm-?5|mistral|mixtral|phi)"
+    r"(kimi|moonlight|deepseek-v[2-9]|deepseek-r1(?!-distill|-0528-qwen3)|gpt-oss|gemma|mimo|"
+    r"minimax|nemotron|qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-(9b|32b)|"
+    r"glm-?4\.7-flash|glm-?5|mistral|mixtral|phi)"
 )
-"""Names of models whose layers this program does not have."""
+"""Names of models whose layers this program does not have. Distilled DeepSeek models are Qwen or
+Llama models."""
 QUANTIZED = re.compile(r"-(fp8|int4|int8|awq|gptq|nvfp4|mxfp4|mxfp8|w4a16|w8a8)\b")
 """Names of checkpoints with quantized weights."""
 DEFAULT_CONTEXT_LEN = 1 << 20
@@ -117,40 +120,37 @@ def model_from_script(given: Mapping[str, Flag], directory: str) -> dict[str, An
         directory: The script's --hf-checkpoint.
 
     Returns:
-        The fields that decide layout and memory, or None if the script says nothing about the
-        model.
+        The fields that decide layout and memory; None if neither flags nor name give the sizes.
     """
     sizes = _sizes(given)
     if sizes is None:
         name = PurePosixPath(directory).name.lower().replace("meta-llama-", "llama-")
-        matches = [known for known in PUBLISHED if known in name]
+        matches = [published for published in PUBLISHED if published in name]
         if not matches:
             return None
-        given = {flag.name: flag for flag in flags_of(PUBLISHED[max(matches, key=len)].split())}
+        flags = flags_of(PUBLISHED[max(matches, key=len)].split())
+        given = {flag.name: flag for flag in flags}
         sizes = _sizes(given)
         assert sizes is not None
     if "num_experts" in sizes:
         return sizes | _experts(given, sizes)
+    # Megatron's flags have no name of a family: norms on queries and keys tell Qwen3 from the
+    # others, and biases on projections tell Qwen2 from Llama.
+    family = "Llama"
     if "--qk-layernorm" in given:
-        family, model_type = "Qwen3ForCausalLM", "qwen3"
+        family = "Qwen3"
     elif "--add-qkv-bias" in given:
-        family, model_type = "Qwen2ForCausalLM", "qwen2"
-    else:
-        family, model_type = "LlamaForCausalLM", "llama"
-    return sizes | {"architectures": [family], "model_type": model_type}
+        family = "Qwen2"
+    return sizes | {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
 
 
 def _sizes(given: Mapping[str, Flag]) -> dict[str, Any] | None:
     """Returns the numbers of config.json in Megatron's flags; None without essential sizes."""
     sizes: dict[str, Any] = {}
     for name, restated in RESTATED.items():
-        values = given[name].values if name in given else ()
-        if (
-            restated.switch is None
-            and len(values) == 1
-            and re.fullmatch(r"[1-9][0-9]{0,8}", values[0])
-        ):
-            sizes[restated.fact] = int(values[0])
+        number = count(given, name, 0)
+        if restated.switch is None and number:
+            sizes[restated.fact] = number
     needed = (
         "num_hidden_layers",
         "hidden_size",
@@ -163,9 +163,9 @@ def _sizes(given: Mapping[str, Flag]) -> dict[str, Any] | None:
     sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     sizes.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
     sizes.setdefault("max_position_embeddings", DEFAULT_CONTEXT_LEN)
-    sizes.pop("rope_theta", None)  # the angles of rotations change neither layout nor memory
-    sizes.pop("rope_scaling_factor", None)
-    sizes.pop("partial_rotary_factor", None)
+    # The angles of rotary embeddings change neither layout nor memory.
+    for name in ("rope_theta", "rope_scaling_factor", "partial_rotary_factor"):
+        sizes.pop(name, None)
     sizes["tie_word_embeddings"] = _UNTIED not in given
     return sizes
 
@@ -175,6 +175,7 @@ def _experts(given: Mapping[str, Flag], sizes: Mapping[str, Any]) -> dict[str, A
     top_k = sizes.get("num_experts_per_tok", 1)
     score = given.get("--moe-router-score-function")
     if score is not None and score.values == ("sigmoid",):
+        # With one group, `hf_directory` accepts any number of experts.
         return {
             "architectures": ["Glm4MoeForCausalLM"],
             "model_type": "glm4_moe",
@@ -187,10 +188,16 @@ def _experts(given: Mapping[str, Flag], sizes: Mapping[str, Any]) -> dict[str, A
             "attention_bias": "--add-qkv-bias" in given,
             "use_qk_norm": "--qk-layernorm" in given,
         }
-    is_qwen2 = "--moe-shared-expert-gate" in given
+    family = "Qwen3Moe"
+    model_type = "qwen3_moe"
+    if "--moe-shared-expert-gate" in given:
+        family = "Qwen2Moe"
+        model_type = "qwen2_moe"
     return {
-        "architectures": ["Qwen2MoeForCausalLM" if is_qwen2 else "Qwen3MoeForCausalLM"],
-        "model_type": "qwen2_moe" if is_qwen2 else "qwen3_moe",
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": model_type,
         "decoder_sparse_step": 1,
+        # Megatron's pre-softmax does not divide the chosen probabilities by their sum; with one
+        # expert the division would leave the router without a gradient.
         "norm_topk_prob": "--moe-router-pre-softmax" not in given and top_k > 1,
     }
