@@ -7,18 +7,39 @@ from slime_tis.trainer.configs.sglang import SGLangConfig, is_loopback, normaliz
 SECRET = "hunter2-secret"
 
 
-def test_defaults_stand_without_a_server_and_the_key_comes_from_the_environment_alone(monkeypatch):
+def test_defaults_name_no_server():
     config = SGLangConfig()
-    assert (config.server_urls, config.router_url) == ((), None)
+    assert config.server_urls == ()
+    assert config.router_url is None
+
+
+def test_a_run_without_servers_is_refused():
     with pytest.raises(ValueError, match="no server is named"):
-        config.check_has_servers()
+        SGLangConfig().check_has_servers()
+
+
+def test_the_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("SGLANG_API_KEY", SECRET)
+    assert SGLangConfig(sglang_launch=1).api_key == SECRET
+
+
+def test_the_key_is_not_shown(monkeypatch):
     monkeypatch.setenv("SGLANG_API_KEY", SECRET)
     config = SGLangConfig(sglang_launch=1)
     assert config.api_key == SECRET
     assert SECRET not in repr(config)
+
+
+@pytest.mark.parametrize("value", [None, ""], ids=["absent", "empty"])
+def test_another_variable_without_a_value_is_no_key(value, monkeypatch):
+    monkeypatch.setenv("SGLANG_API_KEY", SECRET)
+    monkeypatch.delenv("OTHER_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OTHER_KEY", value)
     assert SGLangConfig(sglang_api_key_env="OTHER_KEY").api_key is None
-    monkeypatch.setenv("OTHER_KEY", "")
-    assert SGLangConfig(sglang_api_key_env="OTHER_KEY").api_key is None
+
+
+def test_a_key_instead_of_its_variable_is_refused():
     with pytest.raises(ValueError, match="not the key") as refusal:
         SGLangConfig(sglang_api_key_env=SECRET)
     assert SECRET not in str(refusal.value)
@@ -80,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused(given, message):
+def test_impossible_options_are_refused(given, message):
     with pytest.raises(ValueError) as refusal:
         SGLangConfig(**given)
     assert message in str(refusal.value)
@@ -88,41 +109,55 @@ def test_refused(given, message):
     assert SECRET not in str(refusal.value)
 
 
-def test_urls_are_normalized_and_flags_pass():
-    urls = {
-        "http://127.0.0.1:30000": "http://127.0.0.1:30000",
-        "http://127.0.0.1:30000/": "http://127.0.0.1:30000",
-        " HTTPS://Host.Example/sglang/ ": "https://host.example/sglang",
-        "http://[::1]:30000": "http://[::1]:30000",
-    }
-    for url, normalized in urls.items():
-        assert (
-            SGLangConfig(sglang_url=(url,)).server_urls == (normalized_url(url),) == (normalized,)
-        )
-    assert (
-        SGLangConfig(sglang_router_ip="10.0.0.1", sglang_router_port=3000).router_url
-        == "http://10.0.0.1:3000"
-    )
-    assert (
-        SGLangConfig(sglang_router_ip="fd00::1", sglang_router_port=3000).router_url
-        == "http://[fd00::1]:3000"
-    )
-    local = ["127.0.0.1", "127.9.0.1", "localhost", "[::1]"]
-    assert [
-        host
-        for host in [*local, "10.0.0.1", "localhost.example"]
-        if is_loopback(f"http://{host}:1")
-    ] == local
-    flags = ("--mem-fraction-static", "0.7", "--disable-cuda-graph", "--host-memory-ratio=2")
-    flags += (
-        "--ssl-keyfile",
-        "key.pem",
-        "--bucket-time-to-first-token",
-        "1",
-        "--tokenizer-path",
-        "t",
-    )
-    assert SGLangConfig(sglang_launch=1, sglang_server_args=flags).sglang_server_args == flags
+NORMALIZED_URLS = {
+    "http://127.0.0.1:30000": "http://127.0.0.1:30000",
+    "http://127.0.0.1:30000/": "http://127.0.0.1:30000",
+    " HTTPS://Host.Example/sglang/ ": "https://host.example/sglang",
+    "http://[::1]:30000": "http://[::1]:30000",
+}
+
+
+@pytest.mark.parametrize(("url", "normalized"), NORMALIZED_URLS.items(), ids=NORMALIZED_URLS)
+def test_urls_are_normalized(url, normalized):
+    assert normalized_url(url) == normalized
+    assert SGLangConfig(sglang_url=(url,)).server_urls == (normalized,)
+
+
+@pytest.mark.parametrize(
+    ("ip", "url"),
+    [("10.0.0.1", "http://10.0.0.1:3000"), ("fd00::1", "http://[fd00::1]:3000")],
+    ids=["IPv4", "IPv6"],
+)
+def test_the_url_of_a_router(ip, url):
+    assert SGLangConfig(sglang_router_ip=ip, sglang_router_port=3000).router_url == url
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.0.1", "localhost", "[::1]"])
+def test_addresses_of_this_machine(host):
+    assert is_loopback(f"http://{host}:1")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "localhost.example"])
+def test_addresses_of_other_machines(host):
+    assert not is_loopback(f"http://{host}:1")
+
+
+# most look like a flag that is refused: --host, a password, a token
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--mem-fraction-static", "0.7"),
+        ("--disable-cuda-graph",),
+        ("--host-memory-ratio=2",),
+        ("--ssl-keyfile", "key.pem"),
+        ("--bucket-time-to-first-token", "1"),
+        ("--tokenizer-path", "t"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_other_flags_of_servers_pass(flags):
+    config = SGLangConfig(sglang_launch=1, sglang_server_args=flags)
+    assert config.sglang_server_args == flags
 
 
 REFUSED_URLS_KEEP_SECRETS = {

@@ -4,8 +4,11 @@ import base64
 import json
 import logging
 import re
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -37,7 +40,7 @@ from tests.rollout.sglang.fake_sglang import (
     spoiled,
     wait_until,
 )
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, assert_exact, held
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, assert_exact, held
 from tests.samples import flat, reloaded
 
 SIZES = MoeSizes(
@@ -53,57 +56,55 @@ SHORT = next(prompt for prompt in EARLY if len(continuation(list(prompt.token_id
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe", num_hidden_layers=LAYERS)
 
 
 @pytest.fixture
-def start(start):
+def start(start: Callable[..., Run]) -> Callable[..., Run]:
     return partial(start, sampling=SAMPLING)
 
 
-def assert_experts(sample):
-    """Every row has the choice of the weights that sampled the token after it; the prompt's, of the
-    first token."""
+def assert_experts(sample: Sample) -> None:
+    """Each row has the experts that the weights of the next token choose.
+
+    Rows of the prompt have the choice of the weights that sampled the first token.
+    """
     first = len(sample.row.token_ids)
-    of_next = [
-        sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)
-    ]
-    expected = [
-        chosen_experts(token, version)
-        for token, version in zip(sample.tokens, of_next, strict=False)
-    ]
-    assert (
-        sample.rollout_routed_experts is not None
-        and sample.rollout_routed_experts.dtype == torch.uint8
-    )
+    expected = []
+    for position, token in enumerate(sample.tokens[:-1]):
+        version = sample.weight_versions[max(position + 1 - first, 0)]
+        expected.append(chosen_experts(token, version))
+    assert sample.rollout_routed_experts is not None
+    assert sample.rollout_routed_experts.dtype == torch.uint8
     assert sample.rollout_routed_experts.tolist() == expected
     assert has_usable_experts(sample, SIZES)
 
 
-def test_samples_come_with_the_experts_of_all_tokens_that_were_fed(start):
+def test_samples_have_the_experts_of_all_input_tokens(start):
     run = start(2)
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(groups, PROMPTS)
     for sample in flat(groups):
         assert_experts(sample)
-    assert all(
-        body["return_routed_experts"] and body["routed_experts_start_len"] == 0
-        for body in run.requests
-    )
+    assert all(body["return_routed_experts"] for body in run.requests)
+    assert {body["routed_experts_start_len"] for body in run.requests} == {0}
 
 
-def test_an_evaluation_asks_for_none_and_servers_without_the_flag_are_refused(start):
+def test_an_evaluation_requests_no_experts(start):
     run = start(1)
     groups = run.engine.generate(PROMPTS[:2], Sampling(max_response_len=20), seed=0)
     assert all(sample.rollout_routed_experts is None for sample in flat(groups))
     assert not any("return_routed_experts" in body for body in run.requests)
+
+
+def test_servers_that_do_not_return_experts_are_refused(start):
     flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
     with pytest.raises(ValueError, match=f"^{flags} is on"):
         start(2, lambda servers: servers[1].info.update(enable_return_routed_experts=False))
 
 
-def test_updates_in_mid_request_leave_the_experts_of_earlier_tokens(start):
+def test_updates_leave_the_experts_of_earlier_tokens(start):
     run = start(2)
     with held(run, 5):
         pending = run.engine.submit(LATE[:3], LONG, seed=0)
@@ -118,16 +119,12 @@ def test_updates_in_mid_request_leave_the_experts_of_earlier_tokens(start):
     for sample in flat(groups):
         assert sample.weight_versions == [0] * 5 + [1] * 9 + [2] * 16
         assert_experts(sample)
-    starts = sorted(body["routed_experts_start_len"] for body in run.requests)
-    assert starts == [0] * 6 + [7] * 6 + [16] * 6
-    assert all(
-        body["routed_experts_start_len"]
-        == (0 if len(body["input_ids"]) == 3 else len(body["input_ids"]) - 1)
-        for body in run.requests
-    )
+    # the last token of an input was not fed before, so its experts are requested again
+    starts = {(len(body["input_ids"]), body["routed_experts_start_len"]) for body in run.requests}
+    assert starts == {(3, 0), (8, 7), (17, 16)}
 
 
-def stragglers(run):
+def stragglers(run: Run) -> list[list[Sample]]:
     """Two groups that have 2 to 8 tokens when a third one is complete."""
     with held(run, 2):
         pending = run.engine.submit([LATE[0], SHORT, LATE[1]], LONG, seed=0, num_groups=1)
@@ -137,14 +134,17 @@ def stragglers(run):
     return run.engine.unfinished()
 
 
-def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too(start):
-    run = start(1)
-    left = stragglers(run)
-    for sample in flat(left):
+def test_stragglers_have_the_experts_of_their_tokens(start):
+    for sample in flat(stragglers(start(1))):
         assert sample.status is Sample.Status.ABORTED
         assert_experts(sample)
-    lengths = [len(sample.response_ids) for sample in flat(left)]
-    stored = reloaded(left)
+
+
+def test_stragglers_of_a_checkpoint_keep_their_experts(start):
+    run = start(1)
+    unfinished = stragglers(run)
+    lengths = [len(sample.response_ids) for sample in flat(unfinished)]
+    stored = reloaded(unfinished)
     run.update(1)
     run.engine.resume_unfinished(stored)
     groups = run.engine.submit([], LONG, seed=1, num_groups=2).result()
@@ -156,18 +156,14 @@ def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too
 
 def test_stragglers_without_all_experts_get_none(start, caplog):
     run = start(1)
-    (one, other), second = stragglers(run)
-    one.rollout_routed_experts = None
-    other.rollout_routed_experts = other.rollout_routed_experts[:-1]
-    run.engine.resume_unfinished([[one, other], second])
+    (without, incomplete), second = stragglers(run)
+    without.rollout_routed_experts = None
+    incomplete.rollout_routed_experts = incomplete.rollout_routed_experts[:-1]
+    run.engine.resume_unfinished([[without, incomplete], second])
     groups = run.engine.submit([], LONG, seed=1, num_groups=2).result()
     assert_exact(groups, [LATE[0], LATE[1]], LONG)
-    assert [sample.rollout_routed_experts is None for sample in flat(groups)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    is_missing = [sample.rollout_routed_experts is None for sample in flat(groups)]
+    assert is_missing == [True, True, False, False]
     assert sum("return_routed_experts" not in body for body in run.requests) == 2
     assert not caplog.records
 
@@ -186,20 +182,24 @@ def test_a_request_that_an_update_did_not_end_has_none(start, monkeypatch, caplo
     assert "updated in the middle" in caplog.text
 
 
-def with_text(change):
-    def edit(answer):
+def with_text(change: Callable[[str], str]) -> Any:
+    """A fault that changes the encoded experts of an answer."""
+
+    def edit(answer: dict[str, Any]) -> None:
         answer["meta_info"]["routed_experts"] = change(answer["meta_info"]["routed_experts"])
 
     return spoiled(edit)
 
 
-def with_rows(change):
+def with_rows(change: Callable[[Any], Any]) -> Any:
     """A fault that changes the rows of an answer, in place if `change` returns None."""
 
-    def text(encoded):
+    def text(encoded: str) -> str:
         rows = np.frombuffer(base64.b64decode(encoded), "<i4").reshape(-1, LAYERS, 2).copy()
         changed = change(rows)
-        return base64.b64encode((rows if changed is None else changed).tobytes()).decode()
+        if changed is None:
+            changed = rows
+        return base64.b64encode(changed.tobytes()).decode()
 
     return with_text(text)
 
@@ -223,56 +223,77 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("fault", "problem"), HOSTILE.values(), ids=list(HOSTILE))
-def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
-    fault, problem, start, caplog
-):
+@pytest.mark.parametrize("fault", [fault for fault, _ in HOSTILE.values()], ids=list(HOSTILE))
+def test_only_samples_with_impossible_experts_have_none(fault, start):
     run = start(1)
     run.servers[0].faults.extend([fault, fault])
-    with caplog.at_level(logging.WARNING):
-        groups = run.engine.generate(LATE[:2], SAMPLING, seed=0)
+    groups = run.engine.generate(LATE[:2], SAMPLING, seed=0)
     assert_exact(groups, LATE[:2])
-    without = [sample for sample in flat(groups) if sample.rollout_routed_experts is None]
-    assert len(without) == 2
-    for sample in flat(groups):
-        if sample.rollout_routed_experts is not None:
-            assert_experts(sample)
-    (record,) = caplog.records
-    assert "no experts that can be replayed" in record.getMessage()
-    assert re.search(problem, record.getMessage())
+    recorded = [sample for sample in flat(groups) if sample.rollout_routed_experts is not None]
+    assert len(recorded) == 4  # of six
+    for sample in recorded:
+        assert_experts(sample)
     assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 0
 
 
-def layout(**fields):
-    sizes = {
+@pytest.mark.parametrize(("fault", "problem"), HOSTILE.values(), ids=list(HOSTILE))
+def test_the_first_impossible_experts_are_reported(fault, problem, start, caplog):
+    run = start(1)
+    run.servers[0].faults.extend([fault, fault])
+    with caplog.at_level(logging.WARNING):
+        run.engine.generate(LATE[:2], SAMPLING, seed=0)
+    (record,) = caplog.records
+    assert "no experts that can be replayed" in record.getMessage()
+    assert re.search(problem, record.getMessage())
+
+
+def layout(num_hidden_layers: int = 2, **fields: Any) -> ExpertLayout:
+    sizes: dict[str, Any] = {
         "layers": (0, 1),
         "num_experts": 8,
         "top_k": 2,
         "intermediate_size": 4,
         "shared_intermediate_size": None,
+        **fields,
     }
-    num_hidden_layers = fields.pop("num_hidden_layers", 2)
-    return ExpertLayout(num_hidden_layers=num_hidden_layers, moe=MoeSizes(**{**sizes, **fields}))
+    return ExpertLayout(num_hidden_layers=num_hidden_layers, moe=MoeSizes(**sizes))
 
 
-def test_bytes_of_experts_and_one_of_its_own_by_hand():
+ONE_EXPERT = layout(num_hidden_layers=1, layers=(0,), top_k=1)
+
+
+def test_bytes_of_the_experts_of_qwen3_30b():
     # 48 layers of 8 experts of 4 bytes are 1,536 bytes, in base64 2,048.
     qwen3_30b = layout(num_hidden_layers=48, layers=tuple(range(48)), num_experts=128, top_k=8)
     assert qwen3_30b.num_bytes(1) == 2048
     assert qwen3_30b.num_bytes(1000) == 2_048_000
-    assert layout(num_hidden_layers=1, layers=(0,), top_k=1).num_bytes(1) == 8
+
+
+def test_bytes_of_one_expert_are_padded():
+    assert ONE_EXPERT.num_bytes(1) == 8
+
+
+def test_an_answer_of_1000_tokens_may_have_half_a_megabyte():
     assert max_answer_bytes(1000) == 262_144 + 256_000
-    one = layout(layers=(0,), num_hidden_layers=1, top_k=1)
-    assert read({"routed_experts": base64.b64encode(bytes(8)).decode()}, one)[1].experts(
-        2
-    ).tolist() == [[[0]], [[0]]]
 
 
-def read(answer, layout, cuts=(), separators=(",", ":")):
-    """What is left of an answer that arrives in parts, and the reader of its experts."""
-    body, text = json.dumps(answer, separators=separators).encode(), ExpertText(layout)
-    places = [0, *sorted(cut % len(body) for cut in cuts), len(body)]
-    kept = b"".join(text.cut(body[start:end]) for start, end in pairwise(places)) + text.end()
+def test_one_expert_per_token_is_decoded():
+    encoded = base64.b64encode(bytes(8)).decode()
+    _, text = read({"routed_experts": encoded}, ONE_EXPERT)
+    assert text.experts(2).tolist() == [[[0]], [[0]]]
+
+
+def read(
+    answer: dict[str, Any],
+    layout: ExpertLayout,
+    cuts: Iterable[int] = (),
+    separators: tuple[str, str] = (",", ":"),
+) -> tuple[dict[str, Any], ExpertText]:
+    """An answer that arrives in parts, without its experts, and the reader of its experts."""
+    body = json.dumps(answer, separators=separators).encode()
+    text = ExpertText(layout)
+    positions = [0, *sorted(cut % len(body) for cut in cuts), len(body)]
+    kept = b"".join(text.cut(body[start:end]) for start, end in pairwise(positions)) + text.end()
     return json.loads(kept), text
 
 
@@ -308,20 +329,34 @@ def test_what_was_encoded_is_decoded_without_dense_layers(rows, layers, sizes, s
     assert np.array_equal(found.numpy(), experts[:, list(sparse)])
 
 
-def test_a_text_that_names_experts_is_no_experts():
-    encoded = base64.b64encode(np.array([[[0, 1], [2, 3]]] * 2, dtype="<i4").tobytes()).decode()
-    meta = {
+# Texts that look like the field, in front of it and behind.
+MISLEADING = {
+    "text": '"routed_experts": "BBBB"',
+    'a "routed_experts': "CC",
+    "output_ids": [4, 5],
+    "meta_info": {
         "finish_reason": {"type": "length"},
         "output_token_logprobs": [[-1.0, 4, '"routed_experts":"AAAA"'], [-1.0, 5, None]],
         "weight_versions": [{"version": "0", "start": 0, "end": 2}],
-        "routed_experts": encoded,
-    }
-    answer = {
-        "text": '"routed_experts": "BBBB"',
-        'a "routed_experts': "CC",
-        "output_ids": [4, 5],
-        "meta_info": meta,
-    }
+        "routed_experts": base64.b64encode(
+            np.array([[[0, 1], [2, 3]]] * 2, dtype="<i4").tobytes()
+        ).decode(),
+    },
+}
+SEPARATORS = {"compact": (",", ":"), "spaces": (", ", ": "), "more spaces": (" , ", " : ")}
+
+
+@pytest.mark.parametrize("separators", SEPARATORS.values(), ids=SEPARATORS)
+def test_a_text_like_the_field_is_not_read_as_experts(separators):
+    """At every cut of the answer into two parts, in one part, and byte by byte."""
+    size = len(json.dumps(MISLEADING, separators=separators))
+    for cuts in ([], range(size), *([cut] for cut in range(size))):
+        rest, text = read(MISLEADING, layout(), cuts, separators)
+        assert rest["meta_info"]["routed_experts"] == "", cuts
+        assert text.experts(2).tolist() == [[[0, 1], [2, 3]]] * 2, cuts
+
+
+def test_an_answer_with_misleading_texts_is_parsed():
     request = GenerateRequest(
         input_ids=[1],
         sampling=Sampling(max_response_len=2),
@@ -329,22 +364,15 @@ def test_a_text_that_names_experts_is_no_experts():
         request_id="",
         first_experts=0,
     )
-    for separators in ((",", ":"), (", ", ": "), (" , ", " : ")):
-        size = len(json.dumps(answer, separators=separators))
-        for cuts in ([], range(size), *([cut] for cut in range(size))):
-            rest, text = read(answer, layout(), cuts, separators)
-            assert (
-                rest["meta_info"]["routed_experts"] == ""
-                and text.experts(2).tolist() == [[[0, 1], [2, 3]]] * 2
-            )
-        generation, problem = parse_generation(
-            json.dumps(rest).encode(), request, experts=text.experts
-        )
-        assert problem is None and generation.routed_experts is not None
-        assert generation.routed_experts.tolist() == [[[0, 1], [2, 3]]] * 2
+    rest, text = read(MISLEADING, layout())
+    generation, problem = parse_generation(json.dumps(rest).encode(), request, experts=text.experts)
+    assert problem is None
+    assert generation.routed_experts is not None
+    assert generation.routed_experts.tolist() == [[[0, 1], [2, 3]]] * 2
 
 
-def completion(experts, finish_reason):
+def completion(experts: list[list[int]], finish_reason: Literal["abort", "stop"]) -> Generation:
+    """One sampled token, with one expert in each of two layers for each input token."""
     return Generation(
         token_ids=[5],
         log_probs=[-1.0],
@@ -355,16 +383,27 @@ def completion(experts, finish_reason):
     )
 
 
-def test_one_expert_per_token_is_judged_over_the_whole_response():
-    for last, unrecorded in (([0, 0], 0), ([0, 3], 0), ([6, 0], 1), ([6, 3], None)):
-        pending = PendingSample(prompt_ids=list(SHORT.token_ids), max_new_tokens=8)
-        pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"))
-        assert pending.unrecorded_layer is None  # the rows to come may be others
-        pending.append(completion([last], "stop"))
-        assert pending.unrecorded_layer == unrecorded
-        experts = pending.generation(make_tokenizer(), RequestOptions(sampling=LONG)).routed_experts
-        assert (
-            experts is None
-            if unrecorded is not None
-            else experts is not None and experts[-1, :, 0].tolist() == last
-        )
+def two_completions(last: list[int]) -> PendingSample:
+    """Zeros for the prompt, and the experts of a later request."""
+    pending = PendingSample(prompt_ids=list(SHORT.token_ids), max_new_tokens=8)
+    pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"))
+    assert pending.unrecorded_layer is None  # the rows to come may be others
+    pending.append(completion([last], "stop"))
+    return pending
+
+
+@pytest.mark.parametrize(
+    ("last", "layer"), [([0, 0], 0), ([0, 3], 0), ([6, 0], 1)], ids=["both", "first", "second"]
+)
+def test_a_layer_that_is_0_in_all_requests_is_unrecorded(last, layer):
+    pending = two_completions(last)
+    assert pending.unrecorded_layer == layer
+    generation = pending.generation(make_tokenizer(), RequestOptions(sampling=LONG))
+    assert generation.routed_experts is None
+
+
+def test_a_layer_that_is_not_0_in_a_later_request_is_recorded():
+    pending = two_completions([6, 3])
+    assert pending.unrecorded_layer is None
+    generation = pending.generation(make_tokenizer(), RequestOptions(sampling=LONG))
+    assert generation.routed_experts[-1, :, 0].tolist() == [6, 3]

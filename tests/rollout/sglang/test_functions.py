@@ -2,18 +2,30 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
+from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until, when
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, held
+from tests.rollout.sglang.fake_sglang import (
+    continuation,
+    fake_servers,
+    log_prob,
+    text_of,
+    wait_until,
+    when,
+)
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, held
 from tests.samples import flat, reloaded
 
 RUN = Sampling(max_response_len=12, n_samples=2)
 OBSERVATION = [20, 21]
-ROUTED = {"x-smg-routing-key"}
+ROUTING_KEY = "x-smg-routing-key"
 
 
 async def two_turns(sample, engine):
@@ -35,54 +47,83 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
-def assert_two_turns(sample):
-    """Both answers are what the model says; a first one that was aborted may be longer by its
-    second request."""
+def assert_two_turns(sample: Sample) -> None:
+    """Both answers are those of the model.
+
+    An aborted first answer may be longer by its second request.
+    """
+    assert sample.loss_mask is not None
     first = sample.loss_mask.index(0)
     ids = list(sample.row.token_ids)
-    answers = [continuation(ids, first)]
-    ids += answers[0] + OBSERVATION
-    answers.append(continuation(ids, RUN.max_response_len))
-    assert sample.tokens == ids + answers[1]
-    assert sample.loss_mask == [1] * first + [0, 0] + [1] * len(answers[1])
-    for token, value, version, trained in zip(
-        sample.response_ids,
-        sample.rollout_log_probs,
-        sample.weight_versions,
-        sample.loss_mask,
-        strict=True,
-    ):
-        assert value == (log_prob(token, version) if trained else 0.0)
+    ids += continuation(ids, first) + OBSERVATION
+    second = continuation(ids, RUN.max_response_len)
+    assert sample.tokens == ids + second
+    assert sample.loss_mask == [1] * first + [0, 0] + [1] * len(second)
+    expected = []
+    for i, token in enumerate(sample.response_ids):
+        version = sample.weight_versions[i]
+        expected.append(log_prob(token, version) if sample.loss_mask[i] else 0.0)
+    assert sample.rollout_log_probs == expected
 
 
-def test_functions_ask_servers_over_several_turns(start):
-    run = start(2)
-    future = run.engine.submit(PROMPTS, RUN, 3, function=two_turns, concurrency=5)
-    groups = future.result()
-    assert future.progress == (24, 24)
-    assert run.engine.http_address == ("127.0.0.1", run.servers[0].port)
-    assert [[sample.row for sample in group] for group in groups] == [
-        [prompt] * 2 for prompt in PROMPTS
-    ]
-    assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [
-        (n // 2, n, n) for n in range(24)
-    ]
-    for sample in flat(groups):
+@dataclass
+class Rollout:
+    """A finished rollout of functions with two turns on two servers."""
+
+    run: Run
+    future: Any
+    groups: list[list[Sample]]
+
+
+@pytest.fixture(scope="module")
+def rollout(checkpoint: Path) -> Iterator[Rollout]:
+    with fake_servers(2) as servers:
+        run = Run(servers, checkpoint)
+        future = run.engine.submit(PROMPTS, RUN, 3, function=two_turns, concurrency=5)
+        yield Rollout(run, future, future.result())
+        run.engine.close()
+
+
+def test_functions_ask_servers_over_several_turns(rollout):
+    for sample in flat(rollout.groups):
         assert_two_turns(sample)
-    names = [body["rid"] for body in run.requests]
-    assert len(set(names)) == 48 and len(set(map(len, names))) == 1
-    assert max(server.most_at_once for server in run.servers) <= 5
-    assert all(server.requests for server in run.servers)
-    keys = [
-        headers["x-smg-routing-key"]
-        for server in run.servers
-        for headers in server.headers
-        if ROUTED & {*headers}
-    ]
-    assert sorted(Counter(keys).values()) == [2] * 24, "both turns of a sample have its key"
 
 
-def test_a_rollout_without_servers_ends_though_functions_swallow_it(start):
+def test_progress_counts_samples_of_functions(rollout):
+    assert rollout.future.progress == (24, 24)
+
+
+def test_functions_may_address_the_first_server(rollout):
+    server = rollout.run.servers[0]
+    assert rollout.run.engine.http_address == ("127.0.0.1", server.port)
+
+
+def test_samples_of_functions_are_in_the_order_of_prompts(rollout):
+    prompts = [[sample.row for sample in group] for group in rollout.groups]
+    assert prompts == [[prompt] * 2 for prompt in PROMPTS]
+    numbers = [(s.group_index, s.index, s.rollout_id) for s in flat(rollout.groups)]
+    assert numbers == [(n // 2, n, n) for n in range(24)]
+
+
+def test_request_ids_of_functions_are_unique(rollout):
+    ids = [body["rid"] for body in rollout.run.requests]
+    assert len(set(ids)) == 48
+    assert len({len(request_id) for request_id in ids}) == 1
+
+
+def test_functions_keep_to_their_concurrency(rollout):
+    assert max(server.most_at_once for server in rollout.run.servers) <= 5
+    assert all(server.requests for server in rollout.run.servers)
+
+
+def test_both_turns_of_a_sample_have_its_routing_key(rollout):
+    keys = []
+    for server in rollout.run.servers:
+        keys += [headers[ROUTING_KEY] for headers in server.headers if ROUTING_KEY in headers]
+    assert sorted(Counter(keys).values()) == [2] * 24
+
+
+def test_functions_that_catch_errors_do_not_hide_lost_servers(start):
     run = start(1, sglang_max_retries=1)
     run.servers[0].faults.extend([500] * 100)
 
@@ -96,11 +137,21 @@ def test_a_rollout_without_servers_ends_though_functions_swallow_it(start):
         run.engine.submit(PROMPTS[:3], RUN, function=careless, concurrency=9).result()
 
 
-def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start):
-    run = start(1)
-    mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1]]
+@dataclass
+class Stragglers:
+    """A rollout that ended when two of four groups were complete."""
 
-    async def one_turn(sample, engine):
+    run: Run
+    function: Callable[..., Any]
+    groups: list[list[Sample]]
+    unfinished: list[list[Sample]]
+
+
+@pytest.fixture
+def stragglers(start: Callable[..., Run]) -> Stragglers:
+    run = start(1)
+
+    async def one_turn(sample: Sample, engine: Any) -> list[Sample]:
         if sample.response_length == 0 and sample.row in EARLY:
             await until(lambda: run.num_held == 4 or not run.servers[0].stop_after)
             sample.append_response_tokens(tokens=[5], log_probs=[-0.5])
@@ -108,26 +159,37 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start):
             return [sample]
         return await two_turns(sample, engine)
 
+    prompts = [LATE[0], EARLY[0], LATE[1], EARLY[1]]
     with held(run, 6):
-        future = run.engine.submit(mixed, RUN, function=one_turn, concurrency=8, num_groups=2)
+        future = run.engine.submit(prompts, RUN, function=one_turn, concurrency=8, num_groups=2)
         groups = future.result()
-    assert [group[0].row for group in groups] == EARLY[:2]
-    assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [
-        (n // 2, n, n) for n in range(4)
-    ]
-    left = run.engine.unfinished()
-    for sample in flat(left):
-        assert sample.status is Sample.Status.ABORTED and sample.row in LATE
+    return Stragglers(run, one_turn, groups, run.engine.unfinished())
+
+
+def test_a_rollout_of_functions_ends_without_stragglers(stragglers):
+    assert [group[0].row for group in stragglers.groups] == EARLY[:2]
+    numbers = [(s.group_index, s.index, s.rollout_id) for s in flat(stragglers.groups)]
+    assert numbers == [(n // 2, n, n) for n in range(4)]
+
+
+def test_stragglers_of_functions_keep_their_tokens(stragglers):
+    for sample in flat(stragglers.unfinished):
+        assert sample.status is Sample.Status.ABORTED
+        assert sample.row in LATE
         assert sample.response_ids == continuation(list(sample.row.token_ids), 6)
-    stored = reloaded(left)
+
+
+def test_functions_continue_stragglers_of_a_checkpoint(stragglers):
+    run = stragglers.run
+    stored = reloaded(stragglers.unfinished)
     run.update(1)
     run.engine.resume_unfinished(stored)
-    groups = run.engine.submit(
-        [EARLY[2]], RUN, function=one_turn, concurrency=8, num_groups=3
-    ).result()
+    future = run.engine.submit(
+        [EARLY[2]], RUN, function=stragglers.function, concurrency=8, num_groups=3
+    )
+    groups = future.result()
     assert [group[0].row for group in groups] == [LATE[0], LATE[1], EARLY[2]]
     for sample in flat(groups[:2]):
-        assert sample.response_ids[:6] == continuation(list(sample.row.token_ids), 6)
         assert sample.weight_versions == [0] * 6 + [1] * (sample.response_length - 6)
         assert_two_turns(sample)
     assert run.engine.unfinished() == []
@@ -183,27 +245,47 @@ def test_a_stop_string_may_span_two_requests(start):
     assert run.requests[-1]["sampling_params"]["stop"] == [stop]
 
 
-def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start):
-    run = start(1)
+def answers_to(
+    run: Run, inputs: Sequence[Sequence[int]], params: dict[str, Any] | None, sampling: Sampling
+) -> list[Generation]:
+    """The answers that one function gets to several inputs."""
     answers = []
 
-    async def long(sample, engine):
-        for length in (130, 127, 126, 100):
-            answers.append(
-                await engine.generate([1] + [9] * (length - 1), {"max_new_tokens": 1000})
-            )
-        answers.append(await engine.generate(LATE[0].token_ids))
+    async def asks(sample: Sample, engine: Any) -> list[Sample]:
+        for token_ids in inputs:
+            answers.append(await engine.generate(list(token_ids), params))
         return [sample]
 
-    sampling = Sampling(max_response_len=50, max_context_len=20)
-    run.engine.submit(
-        PROMPTS[:1], Sampling(max_response_len=50), function=long, concurrency=1
-    ).result()
-    assert [len(body["input_ids"]) for body in run.requests] == [126, 100, 3]
-    assert [body["sampling_params"]["max_new_tokens"] for body in run.requests] == [1, 27, 50]
-    assert [answer.finish_reason for answer in answers[:2]] == ["length", "length"]
-    run.engine.submit(PROMPTS[:1], sampling, function=long, concurrency=1).result()
-    assert run.requests[3]["sampling_params"]["max_new_tokens"] == 17
+    run.engine.submit(PROMPTS[:1], sampling, function=asks, concurrency=1).result()
+    return answers
+
+
+FIFTY = Sampling(max_response_len=50)
+
+
+def test_an_input_without_space_for_an_answer_is_not_sent(start):
+    run = start(1)
+    answers = answers_to(run, [[1] * 130, [1] * 127], {"max_new_tokens": 1000}, FIFTY)
+    assert [answer.finish_reason for answer in answers] == ["length", "length"]
+    assert run.requests == []
+
+
+def test_an_answer_ends_with_the_context_of_the_model(start):
+    run = start(1)
+    answers_to(run, [[1] * 126, [1] * 100], {"max_new_tokens": 1000}, FIFTY)
+    assert [body["sampling_params"]["max_new_tokens"] for body in run.requests] == [1, 27]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "limit"),
+    [(FIFTY, 50), (Sampling(max_response_len=50, max_context_len=20), 17)],
+    ids=["response", "context"],
+)
+def test_an_answer_ends_with_the_limits_of_the_run(sampling, limit, start):
+    run = start(1)
+    assert len(LATE[0].token_ids) == 3
+    answers_to(run, [LATE[0].token_ids], None, sampling)
+    assert [body["sampling_params"]["max_new_tokens"] for body in run.requests] == [limit]
 
 
 def test_closing_the_engine_ends_functions(start):

@@ -3,25 +3,28 @@ none."""
 
 import dataclasses
 import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from slime_tis.trainer.data.sample import Sample, Sampling, SamplingMask
+from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.sglang.schema import (
     GenerateRequest,
     InvalidAnswer,
     max_answer_bytes,
     parse_generation,
 )
-from tests.rollout.sglang.fake_sglang import log_prob, recorded, sampled_from
+from tests.rollout.sglang.fake_sglang import FakeSGLang, log_prob, recorded, sampled_from
 from tests.rollout.sglang.rollouts import LATE, PROMPTS
 from tests.samples import flat, make_sample
 
 TRUNCATED = Sampling(top_p=0.9, max_response_len=20, n_samples=2, return_sampling_mask=True)
 
 
-def masked_answer(**changes):
+def masked_answer(**changes: Any) -> dict[str, Any]:
     """The recorded answer of eight tokens with sampling masks, after changes of its meta_info."""
     answer = recorded("generate_length")
     ids = answer["output_ids"]
@@ -33,25 +36,35 @@ def masked_answer(**changes):
     return answer
 
 
-def parsed(answer, sampling=TRUNCATED):
+def parsed(answer: dict[str, Any], sampling: Sampling = TRUNCATED) -> Generation:
     request = GenerateRequest(input_ids=(1,), sampling=sampling, max_new_tokens=8, request_id="r")
     return parse_generation(json.dumps(answer).encode(), request, vocab_size=64)[0]
 
 
-def test_an_answer_has_its_sets_and_their_log_probs_and_may_be_larger():
+def test_an_answer_has_its_sets():
     completion = parsed(masked_answer())
     assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
-    assert completion.log_probs == [-0.5] * 8
-    assert completion.sampling_mask == SamplingMask.from_sets(
-        [[token, 1, 2] for token in completion.token_ids]
-    )
-    plain = parsed(masked_answer(), Sampling(max_response_len=8))
-    assert plain.log_probs[0] == -5.014503479003906 and plain.sampling_mask is None
+    sets = [[token, 1, 2] for token in completion.token_ids]
+    assert completion.sampling_mask == SamplingMask.from_sets(sets)
+
+
+def test_log_probs_are_those_within_the_sets():
+    assert parsed(masked_answer()).log_probs == [-0.5] * 8
+
+
+def test_sets_that_were_not_requested_are_not_read():
+    completion = parsed(masked_answer(), Sampling(max_response_len=8))
+    assert completion.log_probs[0] == -5.014503479003906
+    assert completion.sampling_mask is None
+
+
+def test_an_answer_with_sets_may_be_larger():
     assert max_answer_bytes(100) == 262_144 + 25_600
     assert max_answer_bytes(100, 50) == 262_144 + 25_600 + 50_000
 
 
-SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+SETS = "output_token_sampling_mask"
+LOG_PROBS = "output_token_sampling_logprobs"
 
 
 @pytest.mark.parametrize(
@@ -70,12 +83,13 @@ SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
         ),
     ],
 )
-def test_sets_that_cannot_be_are_refused(changes, message):
+def test_impossible_sets_are_refused(changes, message):
     with pytest.raises(InvalidAnswer, match=message):
         parsed(masked_answer(**changes))
 
 
-def reporting(limit):
+def reporting(limit: int) -> Callable[[Sequence[FakeSGLang]], None]:
+    """Limits the number of tokens that the last server reports."""
     return lambda servers: servers[-1].info.update(sampling_mask_max_tokens=limit)
 
 
@@ -93,24 +107,30 @@ def test_samples_carry_the_sets(start, limit, top_k, sent):
     assert {body["sampling_params"]["top_k"] for body in run.requests} == {sent}
 
 
-def test_no_sets_are_asked_for_where_nothing_is_trained(start):
-    run, sampling = (
-        start(1, sampling=TRUNCATED),
-        dataclasses.replace(TRUNCATED, return_sampling_mask=False),
-    )
-    assert all(
-        sample.sampling_mask is None for sample in flat(run.engine.generate(PROMPTS[:2], sampling))
-    )
+def test_an_evaluation_requests_no_sets(start):
+    run = start(1, sampling=TRUNCATED)
+    sampling = dataclasses.replace(TRUNCATED, return_sampling_mask=False)
+    samples = flat(run.engine.generate(PROMPTS[:2], sampling))
+    assert all(sample.sampling_mask is None for sample in samples)
     assert not any("return_sampling_mask" in body for body in run.requests)
 
 
-def test_servers_that_report_too_few_tokens_are_refused_unless_the_bias_is_allowed(start, caplog):
+def test_a_server_that_reports_too_few_tokens_is_refused(start):
     with pytest.raises(ValueError, match="--rollout-top-k -1, but a server reports at most 1 "):
         start(2, reporting(1), sampling=TRUNCATED)
+
+
+def test_a_top_k_beyond_the_reported_tokens_is_refused(start):
     with pytest.raises(ValueError, match="at most 4096"):
         start(1, sampling=dataclasses.replace(TRUNCATED, top_k=5000))
+
+
+def test_a_version_without_sampling_masks_is_refused(start):
     with pytest.raises(ValueError, match=r"runs SGLang 0\.5\.9"):
         start(1, lambda servers: servers[0].info.update(version="0.5.9"))
+
+
+def test_an_allowed_bias_requests_no_sets(start, caplog):
     run = start(2, reporting(1), sampling=TRUNCATED, allow_truncation_bias=True)
     assert "uses the whole vocabulary" in caplog.text
     for sample in flat(run.engine.generate(PROMPTS, TRUNCATED)):
@@ -122,7 +142,7 @@ def test_servers_that_report_too_few_tokens_are_refused_unless_the_bias_is_allow
 @pytest.mark.parametrize(
     "recorded_before", [True, False], ids=["with sets", "of an older checkpoint"]
 )
-def test_sets_of_a_partial_rollout_are_those_of_both_requests(start, recorded_before):
+def test_a_partial_rollout_has_the_sets_of_both_requests(start, recorded_before):
     sampling = dataclasses.replace(TRUNCATED, max_response_len=60)
     run = start(1, sampling=sampling)
     (whole,) = run.engine.generate([LATE[0]], sampling)
@@ -130,15 +150,24 @@ def test_sets_of_a_partial_rollout_are_those_of_both_requests(start, recorded_be
     run.engine.resume_unfinished([begun])
     (continued,) = run.engine.submit([], sampling, num_groups=1).result()
     for sample, expected in zip(continued, whole, strict=True):
-        assert expected.sampling_mask is not None and sample.sampling_mask is not None
         sets = expected.sampling_mask.sets()
         assert len(sets) == 60
-        assert sample.sampling_mask.sets() == (sets if recorded_before else [[]] * 6 + sets[6:])
+        first_sets = sets[:6] if recorded_before else [[]] * 6
+        assert sample.sampling_mask.sets() == first_sets + sets[6:]
     assert [len(body["input_ids"]) for body in run.requests] == [3, 3, 9, 9]
 
 
-def first_tokens(sample, count, with_sampling_mask):
-    mask = sample.sampling_mask.select(torch.arange(count)) if with_sampling_mask else None
-    log_probs, status = sample.rollout_log_probs[:count], Sample.Status.ABORTED
-    fields = {"rollout_log_probs": log_probs, "sampling_mask": mask, "status": status}
-    return make_sample(sample.row, sample.response_ids[:count], **fields)
+def first_tokens(sample: Sample, count: int, with_sampling_mask: bool) -> Sample:
+    """An aborted sample of the first tokens of a complete one."""
+    mask = None
+    if with_sampling_mask:
+        assert sample.sampling_mask is not None
+        mask = sample.sampling_mask.select(torch.arange(count))
+    assert sample.rollout_log_probs is not None
+    return make_sample(
+        sample.row,
+        sample.response_ids[:count],
+        rollout_log_probs=sample.rollout_log_probs[:count],
+        sampling_mask=mask,
+        status=Sample.Status.ABORTED,
+    )

@@ -73,24 +73,29 @@ def test_a_request_names_all_that_shapes_the_distribution() -> None:
     }
 
 
-def test_a_completed_answer() -> None:
+def test_an_answer_of_full_length() -> None:
     completion = generation(recorded("generate_length"), max_new_tokens=8)
     assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
     assert completion.log_probs[:2] == [-5.014503479003906, -4.9953131675720215]
     assert completion.weight_versions == [0] * 8
     assert completion.finish_reason == "length"
-    stopped = generation(recorded("generate_stop"), max_new_tokens=8)
-    assert (stopped.token_ids, stopped.finish_reason, stopped.weight_versions) == ([7], "stop", [0])
+
+
+def test_an_answer_that_a_stop_token_ended() -> None:
+    completion = generation(recorded("generate_stop"), max_new_tokens=8)
+    assert completion.token_ids == [7]
+    assert completion.weight_versions == [0]
+    assert completion.finish_reason == "stop"
 
 
 def test_every_token_has_the_version_of_its_span() -> None:
     answer = recorded("generate_spans_abort")
     spans = answer["meta_info"]["weight_versions"]
-    versions = generation(answer, max_new_tokens=1000).weight_versions
-    assert versions is not None and len(spans) > 1
+    assert len(spans) > 1
+    expected = []
     for span in spans:
-        assert set(versions[span["start"] : span["end"]]) == {version_number(span["version"])}
-    assert len(versions) == spans[-1]["end"]
+        expected += [version_number(span["version"])] * (span["end"] - span["start"])
+    assert generation(answer, max_new_tokens=1000).weight_versions == expected
 
 
 @pytest.mark.parametrize("name", ["generate_abort_retracted", "generate_spans_abort"])
@@ -102,17 +107,16 @@ def test_an_aborted_answer_has_what_was_sampled(name: str) -> None:
     assert len(completion.log_probs) == len(completion.weight_versions) == len(completion.token_ids)
 
 
-def test_a_request_aborted_before_it_ran_has_no_tokens() -> None:
+@pytest.mark.parametrize("has_log_probs", [True, False], ids=["empty log-probs", "no log-probs"])
+def test_a_request_aborted_before_it_ran_has_no_tokens(has_log_probs: bool) -> None:
     answer = recorded("generate_abort_queued")
-    for edit in (lambda meta: None, lambda meta: meta.pop("output_token_logprobs")):
-        edit(answer["meta_info"])
-        completion = generation(answer, max_new_tokens=8)
-        assert (completion.token_ids, completion.log_probs, completion.weight_versions) == (
-            [],
-            [],
-            [],
-        )
-        assert completion.finish_reason == "abort"
+    if not has_log_probs:
+        del answer["meta_info"]["output_token_logprobs"]
+    completion = generation(answer, max_new_tokens=8)
+    assert completion.token_ids == []
+    assert completion.log_probs == []
+    assert completion.weight_versions == []
+    assert completion.finish_reason == "abort"
 
 
 def set_log_prob(value: Any) -> Any:
@@ -172,20 +176,31 @@ def test_a_spoiled_answer_is_refused(edit: Any, message: str) -> None:
         generation(answer, max_new_tokens=8)
 
 
-def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+def test_the_last_token_of_the_vocabulary_is_accepted() -> None:
     answer = recorded("generate_length")
     assert max(answer["output_ids"]) == 59
     assert generation(answer, max_new_tokens=8, vocab_size=60).token_ids == answer["output_ids"]
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     with pytest.raises(InvalidAnswer, match="has token 59"):
-        generation(answer, max_new_tokens=8, vocab_size=59)
-    answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = 2**70
+        generation(recorded("generate_length"), max_new_tokens=8, vocab_size=59)
+
+
+def test_tokens_beyond_64_bits_are_refused() -> None:
+    answer = recorded("generate_length")
+    answer["output_ids"][0] = 2**70
+    answer["meta_info"]["output_token_logprobs"][0][1] = 2**70
     with pytest.raises(InvalidAnswer, match=r"at `\$.output_ids\[0\]`"):
         generation(answer, max_new_tokens=8, vocab_size=64)
 
 
-def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
+def test_more_tokens_than_requested_are_refused() -> None:
     with pytest.raises(InvalidAnswer, match="8 tokens"):
         generation(recorded("generate_length"), max_new_tokens=7)
+
+
+def test_an_answer_without_tokens_is_refused() -> None:
     with pytest.raises(InvalidAnswer, match="no tokens but finish_reason 'length'"):
         generation(recorded("generate_no_tokens"), max_new_tokens=8)
 
@@ -200,10 +215,16 @@ def test_what_is_not_json_is_refused(body: bytes) -> None:
         parse_generation(body, request())
 
 
-def test_scores_are_those_of_all_tokens_but_the_first() -> None:
-    ids = [1, 13, 3, 5, 9, 20, 30, 40]
-    assert score_body(ids)["sampling_params"]["max_new_tokens"] == 0  # type: ignore[index]
-    assert scores(recorded("score"), ids) == [
+SCORED_IDS = [1, 13, 3, 5, 9, 20, 30, 40]
+
+
+def test_a_request_for_scores_samples_nothing() -> None:
+    sampling: Any = score_body(SCORED_IDS)["sampling_params"]
+    assert sampling["max_new_tokens"] == 0
+
+
+def test_all_tokens_but_the_first_have_scores() -> None:
+    assert scores(recorded("score"), SCORED_IDS) == [
         -5.669912338256836,
         -4.598784446716309,
         -5.874107837677002,
@@ -212,27 +233,48 @@ def test_scores_are_those_of_all_tokens_but_the_first() -> None:
         -2.782884120941162,
         -5.704174041748047,
     ]
+
+
+def test_scores_of_another_number_of_tokens_are_refused() -> None:
     with pytest.raises(InvalidAnswer, match="7 log-probs for 6 tokens"):
-        scores(recorded("score"), ids[:-1])
+        scores(recorded("score"), SCORED_IDS[:-1])
+
+
+def test_scores_of_other_tokens_are_refused() -> None:
     with pytest.raises(InvalidAnswer, match="of token 13, but the token is 14"):
-        scores(recorded("score"), [1, 14, *ids[2:]])
-    spoiled = copy.deepcopy(recorded("score"))
-    spoiled["meta_info"]["input_token_logprobs"][5][0] = None
+        scores(recorded("score"), [1, 14, *SCORED_IDS[2:]])
+
+
+def test_a_missing_score_is_refused() -> None:
+    answer = copy.deepcopy(recorded("score"))
+    answer["meta_info"]["input_token_logprobs"][5][0] = None
     with pytest.raises(InvalidAnswer, match="log-prob 4 is null"):
-        scores(spoiled, ids)
+        scores(answer, SCORED_IDS)
 
 
-def test_what_a_server_says_of_itself() -> None:
-    assert (
-        parse(ModelInfo, json.dumps(recorded("model_info_updated")).encode()).weight_version == "11"
-    )
-    assert parse(ModelInfo, b"{}").weight_version is None
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [(recorded("model_info_updated"), "11"), ({}, None)],
+    ids=["after updates", "not named"],
+)
+def test_the_weight_version_of_a_server(answer: Any, version: str | None) -> None:
+    assert parse(ModelInfo, json.dumps(answer).encode()).weight_version == version
+
+
+def test_the_recorded_layout_of_a_server() -> None:
     info = info_of(recorded("server_info"))
-    assert (info.max_req_input_len, info.tp_size, info.pp_size, info.dp_size) == (506, 1, 1, 1)
-    assert info.enable_deterministic_inference is not True
+    assert info.max_req_input_len == 506
+    assert (info.tp_size, info.pp_size, info.dp_size) == (1, 1, 1)
+
+
+def test_a_server_may_leave_out_its_layout() -> None:
     assert info_of({}) == ServerInfo()
     assert info_of({"tp_size": 4, "dp_size": 2}) == ServerInfo(tp_size=4, pp_size=1, dp_size=2)
+
+
+def test_a_server_names_deterministic_inference() -> None:
     assert info_of({"enable_deterministic_inference": True}).enable_deterministic_inference is True
+    assert info_of(recorded("server_info")).enable_deterministic_inference is not True
 
 
 def test_checksums_that_are_not_text_are_refused() -> None:
@@ -242,12 +284,10 @@ def test_checksums_that_are_not_text_are_refused() -> None:
         )
 
 
-def test_names_of_weights_that_are_not_numbers_are_those_of_the_start() -> None:
-    assert [version_number(name) for name in ("12", "default", None, "²", "", "step-3")] == [
-        12,
-        0,
-        0,
-        0,
-        0,
-        0,
-    ]
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("12", 12), ("default", 0), (None, 0), ("²", 0), ("", 0), ("step-3", 0)],
+    ids=str,
+)
+def test_weight_versions_without_a_number_are_0(name: str | None, number: int) -> None:
+    assert version_number(name) == number
