@@ -1,4 +1,4 @@
-"""what-if by hand, and slime-tis recommend: the study's column for a mismatch, and its flags."""
+"""what-if by hand: corrections on the tokens of a dump."""
 
 import math
 from argparse import Namespace
@@ -12,19 +12,9 @@ from slime_tis.analysis.diagnosis.trained_tokens import tokens_of
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.dumps.what_if import corrections, what_if
-from slime_tis.analysis.report.recommend import (
-    Cell,
-    Column,
-    Mismatch,
-    column_for,
-    recommendation,
-    study,
-)
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig
 from slime_tis.errors import CustomFunctionError
 from slime_tis.main import main
-from studies.collapse.cases import Grid
-from studies.comparison.compare import STUDY
 
 
 def table(advantages=(1.0, -1.0)):
@@ -307,132 +297,3 @@ def test_an_empty_table_keeps_nothing():
 def test_a_large_table_is_sampled():
     row = one(RolloutCorrectionConfig(use_tis=True), max_tokens=3)
     assert row.weight_max == 1.0  # only the second sample
-
-
-def cell(method, relative):
-    return Cell(
-        method=method,
-        flags="--use-tis",
-        relative=relative,
-        low=0.9,
-        high=1.0,
-        seeds=5,
-        tied=True,
-        collapsed=0,
-    )
-
-
-STALE = Column(
-    name="stale 16",
-    covers=True,
-    stale=True,
-    sigma=(0.6, 2.0),
-    standard=0.4,
-    cells=(cell("B", 0.98), cell("C", 0.97)),
-)
-NOISE = replace(STALE, name="fp8", stale=False, sigma=(0.1, 0.2))
-HARMLESS = replace(NOISE, cells=(*NOISE.cells, cell("standard PPO", 0.98)))
-
-
-def mismatch(cause, sigma, age=0):
-    return Mismatch(cause=cause, k3=0.01, sigma=sigma, age=age)
-
-
-@pytest.mark.parametrize(
-    ("case", "column"),
-    [
-        pytest.param(mismatch("stale_weights", 1.0), "stale 16", id="inside"),
-        pytest.param(mismatch("rounding", 1.0, age=15), "stale 16", id="old weights"),
-        pytest.param(mismatch("rounding", 0.15), "fp8", id="noise"),
-        pytest.param(mismatch("healthy", 0.15, age=15), "fp8", id="old but equal weights"),
-        pytest.param(mismatch("rounding", 0.39), "fp8", id="just within the tolerance"),
-        pytest.param(mismatch("rounding", 0.41), None, id="more noise than the study had"),
-        pytest.param(mismatch("stale_weights", 4.1), None, id="staler than the study"),
-        pytest.param(mismatch("stale_weights", 0.0), None, id="equal engines"),
-    ],
-)
-def test_a_mismatch_belongs_to_a_column_of_the_study(case, column):
-    chosen = column_for(case, [STALE, NOISE])
-    assert (chosen and chosen.name) == column
-
-
-@pytest.mark.parametrize(
-    ("case", "columns", "words"),
-    [
-        pytest.param(mismatch("temperature", 1.0), [STALE], "fix the cause first", id="a fault"),
-        pytest.param(mismatch("stale_weights", 9.0), [STALE], "does not cover", id="outside"),
-        pytest.param(
-            mismatch("rounding", 0.15),
-            [HARMLESS],
-            "No correction is needed",
-            id="standard PPO is tied",
-        ),
-        pytest.param(
-            mismatch("healthy", 0.01), [NOISE], "No correction is needed", id="less than the study"
-        ),
-        pytest.param(
-            mismatch("healthy", 0.01, age=15),
-            [NOISE],
-            "No correction is needed",
-            id="old but equal weights",
-        ),
-        pytest.param(
-            mismatch("stale_weights", 1.0),
-            [replace(STALE, covers=False)],
-            "does not cover",
-            id="a record alone",
-        ),
-    ],
-)
-def test_without_evidence_the_answer_has_no_flags(case, columns, words):
-    text = recommendation(case, columns)
-    assert words in text and "--" not in text.split()[0]
-
-
-def test_the_answer_has_flags_with_their_evidence():
-    text = recommendation(mismatch("stale_weights", 1.0), [STALE, HARMLESS])
-    assert (
-        text.startswith("--use-tis\n")
-        and "B reaches 0.98 [0.90, 1.00]" in text
-        and "told apart from it: C." in text
-    )
-    assert "among the best methods in 2 of the 2 columns" in text
-
-
-def test_a_method_that_loses_elsewhere_is_chosen_last():
-    lossy = replace(NOISE, cells=(cell("C", 0.9), replace(cell("B", 0.5), tied=False)))
-    text = recommendation(mismatch("stale_weights", 1.0), [STALE, HARMLESS, lossy])
-    assert "C reaches 0.97" in text and "in 3 of the 3 columns" in text
-
-
-def test_the_packaged_study_has_the_flags_of_the_grid():
-    """tests/studies/test_comparison.py passes the flags of the grid to train.py."""
-    grid = Grid.load(STUDY)
-    assert study()
-    for column in study():
-        assert column.cells[0].relative == max(cell.relative for cell in column.cells)
-        for cell in column.cells:
-            assert cell.flags == grid.corrections[cell.method]
-
-
-def test_the_command_measures_a_dump(tmp_path, capsys):
-    """Weights of age 0 to 15 with a log-ratio that grows with age, as in the column "stale 16"."""
-    chance, step = np.random.default_rng(0), np.repeat(np.arange(16, 48), 8)
-    version = step - step % 16
-    rollout = -chance.exponential(1.0, (len(step), 11))
-    train = np.minimum(
-        rollout + 0.12 * np.sqrt(step - version)[:, None] * chance.normal(size=rollout.shape), 0
-    )
-    rows = zip(train, rollout, version[:, None].repeat(11, 1), step, strict=True)
-    parts = [
-        SampleParts(train_log_prob=a, rollout_log_prob=b, weight_version=v, step=s)
-        for a, b, v, s in rows
-    ]
-    write(
-        tmp_path / "dump.pt",
-        TokenTable.from_parts(parts, {"source": "slime_tis", "old_policy": "current"}),
-    )
-    assert main(["recommend", str(tmp_path / "dump.pt")]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("--") and "'stale 16'" in text
-    assert main(["recommend", str(tmp_path / "absent")]) == 2

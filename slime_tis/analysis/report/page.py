@@ -19,8 +19,9 @@ from slime_tis.analysis.diagnosis.diagnose import OVERLAP, Diagnosis, certainty,
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, by_cosine, what_if
 from slime_tis.analysis.report import mismatch_plots, overview, page_samples
+from slime_tis.analysis.report.comparison_study import study
 from slime_tis.analysis.report.mismatch_plots import COLORS, Plot, axis, plain
-from slime_tis.analysis.report.recommend import measured, recommendation, study
+from slime_tis.analysis.report.recommend import measured, recommendation
 from slime_tis.analysis.report.report_inputs import Source
 from slime_tis.errors import quoted_path
 
@@ -104,7 +105,8 @@ def page_data(
     if len(sources) == 1:
         verdict = _verdict(diagnoses[0]["findings"], [*run_plots, *mismatch])
         if first.table is not None and first.table.valid.any():
-            advice = recommendation(measured(first.table, results[0]), study())
+            size_and_cause = measured(first.table, results[0], first.options)
+            advice = recommendation(size_and_cause, study())
 
     samples = None
     omitted = ""

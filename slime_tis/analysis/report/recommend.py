@@ -1,204 +1,311 @@
 """`slime-tis recommend`: the correction that the comparison study supports for a run or a dump.
 
-Run or dump → cause and size of the mismatch → column of the study with the same cause and size →
-best methods of that column
+Run or dump → cause, conditions and size of the mismatch → nearest column of the study → method
 """
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
+from slime_tis.analysis.diagnosis.trained_tokens import Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.report.comparison_study import (
+    MARGIN,
+    PRECISION_CLASSES,
+    SAME_AGE,
+    STANDARD,
+    Cell,
+    Column,
+    Conditions,
+    age_doublings,
+    best_cell,
+    nearest_column,
+    record,
+    study,
+)
 from slime_tis.analysis.report.mismatch_plots import summary
 from slime_tis.analysis.report.report_inputs import open_source
+from slime_tis.health import NEGLIGIBLE_DIFFERENCE
 
-NOISE = ("rounding", "healthy")
-"""Causes in which the engines differ only in precision, without old weights."""
-TOLERANCE = 2.0
-"""A column covers mismatches up to this factor outside its range."""
-STANDARD = "standard PPO"
-"""The study's method without a correction."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One method under one mismatch of the study."""
-
-    method: str
-    flags: str
-    seeds: int
-    relative: float
-    """Accuracy relative to on-policy training."""
-    low: float
-    high: float
-    """95 % interval of `relative`."""
-    tied: bool
-    """Whether the study cannot distinguish the method from the best one."""
-    collapsed: int
-    """Number of seeds that collapsed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """One mismatch of the study."""
-
-    name: str
-    covers: bool
-    """Whether recommendations use the column. All columns count in the record of a method."""
-    stale: bool
-    """Whether old weights sampled the responses."""
-    sigma: tuple[float, float]
-    """Smallest and largest `Mismatch.sigma` of the methods."""
-    standard: float
-    """Relative accuracy of standard PPO."""
-    cells: tuple[Cell, ...]
-    """The methods, the best first."""
+COVERED_CAUSES = ("rounding", "stale_weights")
+"""Causes that the columns of the study have. Other causes are faults to be fixed."""
+MIN_SIGN_SHARE = 0.2
+"""Smallest share of the mismatch that each sign of Δ has in noise. A setting that differs, such as
+top-p, makes Δ of one sign."""
+MAX_NOISE = 0.4
+"""Largest abs(Δ) relative to 1 − p that counts as low precision; the diagnosis has the same
+bound."""
+SAME_SIZE = 2.0
+"""Factor outside a column's range of σ√T up to which sizes count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Cause and size of the mismatch between training and rollout."""
+    """Cause, conditions and size of the mismatch between training and rollout."""
 
     cause: str
-    """A key of `CAUSES`."""
+    """A key of `CAUSES`, or for an unexplained mismatch the cause that it is taken for."""
+    is_certain: bool = True
+    """Whether the diagnosis names this cause."""
+    conditions: Conditions
+    has_ages: bool = True
+    """Whether the age of the weights is known; otherwise it is assumed to be 0."""
+    youngest: int = 0
+    """Smallest number of optimizer steps between sampling and training."""
     k3: float
     """Mean of exp(Δ) − 1 − Δ over trained tokens, nats."""
     sigma: float
-    """Standard deviation of a response's log-ratio, √(2·k3·tokens)."""
-    age: int
-    """Largest number of optimizer steps between sampling and training; 0 if unknown."""
-
-    @property
-    def stale(self) -> bool:
-        """Whether old weights sampled the responses."""
-        return self.cause == "stale_weights" or (self.age > 1 and self.cause == "rounding")
+    """σ√T: standard deviation of a response's log-ratio, √(2·k3·tokens)."""
+    tokens: float
+    """Mean number of trained tokens of a response."""
 
 
-def measured(table: TokenTable, result: Diagnosis) -> Mismatch:
-    """Returns the mismatch of a table, which must have a valid token, from its diagnosis."""
-    k3 = summary(table)["k3"]
-    mean_length = table.valid.sum() / len(np.unique(table.sample[table.valid]))
-    age = 0
-    if table.step is not None and table.weight_version is not None:
-        ages = table.step[table.sample] - table.weight_version
-        has_age = table.valid & (table.weight_version >= 0)
-        age = int(ages[has_age].max(initial=0))
-    return Mismatch(cause=result.cause, k3=k3, sigma=math.sqrt(2 * k3 * mean_length), age=age)
+def measured(
+    table: TokenTable, result: Diagnosis, options: Mapping[str, Any] | None = None
+) -> Mismatch:
+    """Returns the mismatch of a table, which must have a valid token.
 
-
-def study() -> list[Column]:
-    """Returns the columns of the study, which studies/comparison/compare.py wrote."""
-    file = files("slime_tis.analysis.report") / "comparison_study.json"
-    columns = []
-    for values in json.loads(file.read_text(encoding="utf-8")):
-        values["sigma"] = tuple(values["sigma"])
-        values["cells"] = tuple(Cell(**cell) for cell in values["cells"])
-        columns.append(Column(**values))
-    return columns
-
-
-def column_for(mismatch: Mismatch, columns: Sequence[Column]) -> Column | None:
-    """Returns the column of the same kind with the nearest range of σ√T.
-
-    None if no range is within `TOLERANCE`.
+    Args:
+        table: Tokens of a dump.
+        result: Diagnosis of the table.
+        options: Options in the config.yaml of the run, if there is one.
     """
-    nearest = None
-    smallest_factor = math.inf
-    if mismatch.sigma == 0:  # the engines are equal
-        return None
-    for column in columns:
-        if not column.covers or column.stale != mismatch.stale:
-            continue
-        low, high = column.sigma
-        factor = max(low / mismatch.sigma, mismatch.sigma / high, 1.0)
-        if factor <= TOLERANCE and factor < smallest_factor:
-            nearest = column
-            smallest_factor = factor
-    return nearest
+    k3 = summary(table)["k3"]
+    tokens = float(table.valid.sum() / len(np.unique(table.sample[table.valid])))
+    ages = np.zeros(0, np.int32)
+    if table.step is not None and table.weight_version is not None:
+        has_age = table.valid & (table.weight_version >= 0)
+        ages = (table.step[table.sample] - table.weight_version)[has_age]
+    precision = table.metadata.get("rollout_precision")
+    stale_servers = 0.0
+    if result.server:
+        of_server = table.of_worker(result.server)
+        stale_servers = float(of_server.valid.sum() / table.valid.sum())
+    conditions = Conditions(
+        age=int(ages.max(initial=0)),
+        precision=precision if precision in PRECISION_CLASSES else None,
+        steps=_steps_per_rollout(table, options or {}),
+        stale_servers=stale_servers,
+    )
+    cause = result.cause
+    if cause == "unexplained":
+        cause = _probable_cause(tokens_of(table), result, is_old=conditions.age > 0)
+    return Mismatch(
+        cause=cause,
+        is_certain=cause == result.cause,
+        conditions=conditions,
+        has_ages=len(ages) > 0,
+        youngest=int(ages.min()) if len(ages) else 0,
+        k3=k3,
+        sigma=math.sqrt(2 * k3 * tokens),
+        tokens=tokens,
+    )
+
+
+def _steps_per_rollout(table: TokenTable, options: Mapping[str, Any]) -> int:
+    """Returns the optimizer steps per rollout, from the run's options or from the log-probs.
+
+    π_old is the policy at the first step of a rollout, so π_θ = π_old holds in these steps only.
+    Without a recomputed π_old, a rollout counts as one step.
+    """
+    steps = options.get("num_steps_per_rollout")
+    if isinstance(steps, int) and steps > 0:
+        return steps
+    if table.step is None or table.metadata.get("old_policy") != "recomputed":
+        return 1
+    difference = np.abs(table.train_log_prob - table.old_log_prob)[table.valid]
+    step = table.step[table.sample][table.valid]
+    is_first = []
+    for number in np.unique(step):
+        is_first.append(float(difference[step == number].mean()) < NEGLIGIBLE_DIFFERENCE)
+    return max(round(len(is_first) / max(sum(is_first), 1)), 1)
+
+
+def _probable_cause(tokens: Tokens, result: Diagnosis, *, is_old: bool) -> str:
+    """Returns the cause that an unexplained mismatch is taken for; `unexplained` if there is none.
+
+    The first candidate of the diagnosis must be old weights or low precision, if there is one. Δ
+    must have both signs. Without old weights, its size must be one that low precision makes.
+    """
+    candidates = [finding.cause for finding in result.findings[1:]]
+    if candidates and candidates[0] not in COVERED_CAUSES:
+        return "unexplained"
+    tokens = tokens.only(tokens.finite)
+    positive = float(tokens.size[tokens.log_ratio > 0].sum() / max(tokens.size.sum(), 1e-12))
+    if not MIN_SIGN_SHARE <= positive <= 1 - MIN_SIGN_SHARE:
+        return "unexplained"
+    if is_old and "stale_weights" in candidates:
+        return "stale_weights"
+    if tokens.of_newest_weights().noise > MAX_NOISE:
+        return "unexplained"
+    return "rounding"
 
 
 def is_negligible(mismatch: Mismatch, columns: Sequence[Column]) -> bool:
-    """Whether the engines differ less than in every column without old weights."""
-    lows = [column.sigma[0] for column in columns if column.covers and not column.stale]
-    return not mismatch.stale and mismatch.sigma < min(lows, default=0.0)
-
-
-def best_cell(column: Column, columns: Sequence[Column]) -> Cell:
-    """Returns the recommended method of a column, one of those tied with the best.
-
-    Standard PPO if it is tied: it needs no flags. Otherwise the method that loses in the fewest
-    columns, then the one tied in the most columns, then the most accurate one in this column.
-    """
-
-    def merit(cell: Cell) -> tuple[bool, int, int, float]:
-        wins, losses = _record(cell.method, columns)
-        return cell.method == STANDARD, -losses, wins, cell.relative
-
-    tied = [cell for cell in column.cells if cell.tied]
-    return max(tied, key=merit)
-
-
-def _record(method: str, columns: Sequence[Column]) -> tuple[int, int]:
-    """Number of columns in which a method is tied with the best one, and in which it loses."""
-    wins = 0
-    losses = 0
-    for column in columns:
-        for cell in column.cells:
-            if cell.method == method:
-                wins += cell.tied
-                losses += not cell.tied
-    return wins, losses
+    """Whether the engines differ less than in every column with one step per rollout."""
+    lows = [column.sigma[0] for column in columns if column.covers and column.conditions.steps == 1]
+    return mismatch.sigma < min(lows, default=0.0)
 
 
 def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
     """Returns flags with their reason and evidence, or why the study supports none."""
-    size = f"k3 {mismatch.k3:.2g} nats per token, σ√T {mismatch.sigma:.2g}"
-    if mismatch.age:
-        size += f", weights up to {mismatch.age} steps old"
-    if mismatch.cause not in (*NOISE, "stale_weights"):
-        title, advice = CAUSES[mismatch.cause]
-        return f"No correction: fix the cause first. Diagnosis: {title} ({size}). {advice}"
+    is_fault = mismatch.cause not in (*COVERED_CAUSES, "healthy")
+    if is_fault:
+        return _fault(mismatch, columns)
+    if mismatch.cause == "healthy":
+        return f"No correction is needed: the diagnosis finds no mismatch ({_size(mismatch)})."
     if is_negligible(mismatch, columns):
         return (
-            f"No correction is needed: the engines differ by {size}, less than in any column of the"
-            " study."
+            f"No correction is needed: the engines differ by {_size(mismatch)}, less than in any"
+            " column of the study."
         )
-    column = column_for(mismatch, columns)
+    if mismatch.cause == "stale_weights" and mismatch.conditions.age == 0:
+        # The metrics of the run show old weights, and its tokens do not.
+        return (
+            f"The age of the weights is unknown: {_size(mismatch)}. Write weight_versions and step"
+            " into the dump (docs/dumps.md)."
+        )
+    column = nearest_column(mismatch.conditions, mismatch.sigma, columns)
     if column is None:
-        kind = "stale weights" if mismatch.stale else "precision"
         return (
-            f"The study does not cover this mismatch: {kind}, {size}. `slime-tis what-if` compares"
-            " corrections on these tokens; docs/choosing.md has rules."
+            f"The study does not cover this mismatch: {_size(mismatch)}. `slime-tis what-if`"
+            " compares corrections on these tokens; docs/choosing.md has rules."
         )
-    first = best_cell(column, columns)
-    limits = f"{first.seeds} seeds of one small task: studies/comparison/README.md"
+    first = best_cell(column, columns, mismatch.conditions)
+    lines = [first.flags]
     if first.method == STANDARD:
-        return (
-            f"No correction is needed: {size} is in the study's column {column.name!r}, where"
-            f" standard PPO cannot be told apart from the best method. {limits}"
+        lines = ["No correction: the study does not show that one helps here."]
+    lines.append(f"Mismatch: {_size(mismatch)}.")
+    if not mismatch.is_certain:
+        title = CAUSES[mismatch.cause][0]
+        lines.append(
+            f"The diagnosis is not certain. Size and signs are those of: {title}. Prove it with"
+            " `slime-tis diagnose --hf-checkpoint DIR`."
         )
-    others = [cell.method for cell in column.cells if cell.tied and cell != first]
-    low, high = column.sigma
-    wins, losses = _record(first.method, columns)
-    evidence = (
-        f"Evidence: {first.method} reaches {first.relative:.2f} [{first.low:.2f},"
-        f" {first.high:.2f}] of on-policy accuracy, standard PPO {column.standard:.2f}. It is"
-        f" among the best methods in {wins} of the {wins + losses} columns that have it."
+    lines.append(_place(mismatch, column))
+    lines += _evidence(first, column, columns)
+    lines.append(
+        f"Limits: {first.seeds} seeds of one small task with {column.tokens} tokens per response,"
+        f" here {mismatch.tokens:,.0f}: studies/comparison/README.md"
     )
-    lines = [
-        first.flags,
-        f"Mismatch: {size}. Column of the study: {column.name!r} (σ√T {low:.2g} to {high:.2g}).",
-        evidence,
-    ]
-    if others:
-        lines.append(f"Not told apart from it: {'; '.join(others)}.")
-    lines.append(limits)
     return "\n".join(lines)
+
+
+def _fault(mismatch: Mismatch, columns: Sequence[Column]) -> str:
+    """Returns the advice to fix a fault; for a deviating server also a method until then."""
+    title, advice = CAUSES[mismatch.cause]
+    text = f"No correction: fix the cause first. Diagnosis: {title} ({_size(mismatch)}). {advice}"
+    if mismatch.cause != "worker":
+        return text
+    column = nearest_column(mismatch.conditions, mismatch.sigma, columns)
+    if column is None:
+        return text
+    first = best_cell(column, columns, mismatch.conditions)
+    return (
+        f"{text}\nUntil then, if this server has old weights: {first.flags} ({first.method}:"
+        f" {_gap_in_words(first)} in the column {column.name!r})."
+    )
+
+
+def _size(mismatch: Mismatch) -> str:
+    """Returns conditions and size of the mismatch in words."""
+    conditions = mismatch.conditions
+    if not mismatch.has_ages:
+        ages = "weights of unknown age (the dump lacks weight_versions or step), taken as current"
+    elif conditions.age == 0:
+        ages = "current weights"
+    elif mismatch.youngest == conditions.age:
+        ages = f"all weights {_steps(conditions.age)} old"
+    else:
+        ages = f"weights up to {_steps(conditions.age)} old"
+    parts = [ages, f"rollout precision {conditions.precision or 'unknown'}"]
+    if conditions.steps > 1:
+        parts.append(f"{conditions.steps} steps per rollout")
+    if conditions.stale_servers > 0:
+        parts.append(f"one server with {conditions.stale_servers:.0%} of the tokens")
+    parts.append(f"k3 {mismatch.k3:.2g} nats per token")
+    parts.append(f"σ√T {mismatch.sigma:.2g}")
+    return ", ".join(parts)
+
+
+def _place(mismatch: Mismatch, column: Column) -> str:
+    """Returns the column, and how its conditions differ from the mismatch."""
+    differences = _differences(mismatch, column)
+    text = f"Column of the study: {column.name!r}."
+    if differences:
+        text = (
+            f"Extrapolation: the nearest column of the study is {column.name!r}, which has"
+            f" {'; '.join(differences)}."
+        )
+    if mismatch.conditions.precision is None:
+        text += (
+            f" The rollout engine's precision is unknown; this column has"
+            f" {column.conditions.precision}."
+        )
+    return text
+
+
+def _differences(mismatch: Mismatch, column: Column) -> list[str]:
+    """Returns the conditions of a column that differ from those of the mismatch."""
+    own = mismatch.conditions
+    theirs = column.conditions
+    differences = []
+    if abs(age_doublings(own, theirs)) > SAME_AGE:
+        differences.append(f"weights up to {_steps(theirs.age)} old, here {own.age}")
+    if mismatch.youngest > 0:
+        differences.append(f"weights of age 0 to {theirs.age}, here none below {mismatch.youngest}")
+    if own.precision is not None and own.precision != theirs.precision:
+        differences.append(f"precision {theirs.precision}, here {own.precision}")
+    if own.steps != theirs.steps:
+        differences.append(f"{theirs.steps} steps per rollout, here {own.steps}")
+    low, high = column.sigma
+    if not low / SAME_SIZE <= mismatch.sigma <= high * SAME_SIZE:
+        differences.append(f"σ√T {low:.2g} to {high:.2g}, here {mismatch.sigma:.2g}")
+    return differences
+
+
+def _evidence(first: Cell, column: Column, columns: Sequence[Column]) -> list[str]:
+    """Returns the results of the recommended method and of the other methods."""
+    standard = column.cell(STANDARD)
+    sentences = [f"Evidence: {first.method} is {_gap_in_words(first)}."]
+    if standard is not None and standard != first:
+        sentences.append(f"Standard PPO is {_gap_in_words(standard)}.")
+    method_record = record(first.method, columns)
+    if method_record is not None and first.method != STANDARD:
+        sentences.append(
+            f"Over its {method_record.columns} columns, {first.method} loses"
+            f" {method_record.mean:.0%} on average and at most {method_record.worst:.0%}"
+            f" ({method_record.worst_column})."
+        )
+    lines = [" ".join(sentences)]
+    others = []
+    for cell in column.cells:
+        if cell != first and cell.gap <= MARGIN:
+            others.append(f"{cell.method} {cell.gap:.0%}")
+    if others:
+        lines.append(f"Loss of the others within {MARGIN:.0%} of the best: {'; '.join(others)}.")
+    return lines
+
+
+def _gap_in_words(cell: Cell) -> str:
+    """Returns the distance from the best method of the column with its interval."""
+    if cell.gap == 0 and cell.gap_low == cell.gap_high:
+        return "the best method of this column"
+    # A negative end means that the method may be better than the best mean of the column.
+    interval = f"95% interval {_percent(cell.gap_low)} to {_percent(cell.gap_high)}"
+    return f"{_percent(cell.gap)} below the column's best accuracy ({interval})"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("-", "−")
 
 
 def recommend(path: str) -> str:
@@ -209,4 +316,5 @@ def recommend(path: str) -> str:
     """
     source = open_source(path)
     table = source.tokens()
-    return recommendation(measured(table, diagnose(table, source.metrics)), study())
+    mismatch = measured(table, diagnose(table, source.metrics), source.options)
+    return recommendation(mismatch, study())
