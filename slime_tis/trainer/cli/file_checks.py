@@ -1,10 +1,10 @@
-"""Checks of the files that a run reads and of its outputs, before a model is built."""
+"""Checks of a run's input files and outputs, before a model is built."""
 
 import dataclasses
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from slime_tis.trainer.storage.directories import LOCK, held, same_path, unwrita
 TENSOR_PARTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes of config.json that tensor-parallel ranks divide."""
 EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-"""Options of experts that are 1 without an effect."""
+"""Options of experts that have no effect if they are 1."""
 EXPERT_OPTIONS = (
     *EXPERT_SIZES,
     "use_rollout_routing_replay",
@@ -63,7 +63,8 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
                 " row."
             )
         if file.suffix != ".parquet":
-            next(json_lines(file), None)  # refuses a compressed file
+            # Reading the first line refuses a compressed file.
+            next(json_lines(file), None)
     load = megatron.load
     if load is None:
         return
@@ -76,18 +77,26 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
 
 
 def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
-    """Returns the files of prompts with their flags, without the slices of rows."""
-    files = []
+    """Returns the flag and the path of each prompt file, without a slice of rows."""
+    paths = []
     if rollout.prompt_data is not None:
-        files.append(("--prompt-data", rollout.prompt_data))
-    files += [("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets]
-    return [(flag, split_row_slice(path)[0]) for flag, path in files]
+        paths.append(("--prompt-data", rollout.prompt_data))
+    for _, path in rollout.eval_prompt_sets:
+        paths.append(("--eval-prompt-data", path))
+    return [(flag, split_row_slice(path)[0]) for flag, path in paths]
 
 
 def check_model(
     megatron: MegatronConfig, rollout: RolloutConfig, world_size: int
 ) -> dict[str, Any]:
-    """Returns config.json; refuses a model that does not fit the parallel sizes or lengths."""
+    """Checks the model against parallel sizes, options of experts and lengths.
+
+    Returns:
+        config.json.
+
+    Raises:
+        ValueError: The model does not fit.
+    """
     if megatron.ref_load is not None:
         read_model_config(megatron.ref_load, "--ref-load")
     model = read_model_config(megatron.hf_checkpoint)
@@ -95,7 +104,8 @@ def check_model(
     hf = None
     moe = None
     if FAMILIES[model["architectures"][0]].moe:
-        hf = load_config(megatron.hf_checkpoint)  # imports transformers, which takes seconds
+        # Only for experts, because this imports transformers, which takes seconds.
+        hf = load_config(megatron.hf_checkpoint)
         moe = moe_sizes(hf)
     problems = list(layout_problems(megatron, model, moe, world_size))
     if problems:
@@ -119,13 +129,11 @@ def layout_problems(
         moe: Sizes of the experts; None for a dense model.
         world_size: Number of ranks.
     """
-    tensor = megatron.tensor_model_parallel_size
-    layers = model.get("num_hidden_layers", 0)
     for flag, size, part, value in _divided_sizes(megatron, model, moe):
         if value % size:
             yield f"{flag} is {size} but the model's {part} is {value}; choose a divisor of it."
     chunk = megatron.recompute_num_layers
-    stage_layers = layers // megatron.pipeline_model_parallel_size
+    stage_layers = model.get("num_hidden_layers", 0) // megatron.pipeline_model_parallel_size
     if megatron.recompute_method == "uniform" and chunk is not None and stage_layers % chunk:
         yield (
             f"--recompute-num-layers is {chunk} but must divide the {stage_layers} layers of a"
@@ -140,7 +148,7 @@ def layout_problems(
         )
     if moe is None:
         return
-    if tensor > 1 and not megatron.sequence_parallel:
+    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         yield (
             "--tensor-model-parallel-size needs --sequence-parallel for mixtures of experts;"
             " add it."
@@ -162,13 +170,14 @@ def _divided_sizes(
     pipeline = megatron.pipeline_model_parallel_size
     layers = model.get("num_hidden_layers", 0)
     sizes = []
+    # A size that config.json omits counts as divisible.
     for part in TENSOR_PARTS:
         sizes.append(("--tensor-model-parallel-size", tensor, part, model.get(part, tensor)))
     sizes.append(("--pipeline-model-parallel-size", pipeline, "num_hidden_layers", layers))
     if moe is None:
         return sizes
     experts = megatron.expert_model_parallel_size
-    # Megatron's default is the size of the other layers.
+    # If it is unset, Megatron takes --tensor-model-parallel-size.
     expert_tensor = megatron.expert_tensor_parallel_size or tensor
     width = moe.intermediate_size
     shared_width = moe.shared_intermediate_size or tensor
@@ -184,35 +193,41 @@ def _check_experts(
     megatron: MegatronConfig, rollout: RolloutConfig, hf: Any, moe: MoeSizes
 ) -> None:
     """Refuses shared prompts, and models that SGLang reads in another way."""
-    directory = megatron.hf_checkpoint
     if megatron.share_prompts:
         raise ValueError("--share-prompts does not work with mixtures of experts; remove it.")
-    if rollout.rollout_engine == "sglang":  # 0.5.23 samples from another model without an error
-        use = "use --rollout-engine local, or another checkpoint"
-        if hf.tie_word_embeddings:
-            raise ValueError(
-                f"{quoted_path(directory)} ties embeddings, which SGLang ignores with experts;"
-                f" {use}."
-            )
-        if hasattr(hf, "decoder_sparse_step") and len(moe.layers) < hf.num_hidden_layers:
-            raise ValueError(
-                f"{quoted_path(directory)} has dense layers, which SGLang reads as sparse; {use}."
-            )
+    if rollout.rollout_engine != "sglang":
+        return
+    # SGLang 0.5.23 reports no error for these models, and samples from another one.
+    directory = quoted_path(megatron.hf_checkpoint)
+    advice = "use --rollout-engine local, or another checkpoint"
+    if hf.tie_word_embeddings:
+        raise ValueError(
+            f"{directory} ties embeddings, which SGLang ignores with experts; {advice}."
+        )
+    if hasattr(hf, "decoder_sparse_step") and len(moe.layers) < hf.num_hidden_layers:
+        raise ValueError(f"{directory} has dense layers, which SGLang reads as sparse; {advice}.")
 
 
 def _refuse_expert_options(megatron: MegatronConfig, rollout: RolloutConfig) -> None:
     """Refuses options of experts for a dense model."""
     values = {**vars(megatron), **vars(rollout)}
     for name in EXPERT_OPTIONS:
+        is_default = values[name] in (None, False)
         is_trivial = name in EXPERT_SIZES and values[name] == 1
-        if values[name] not in (None, False) and not is_trivial:
+        if not is_default and not is_trivial:
             raise ValueError(
                 f"{fields.flag(name)} is given but the model has no experts; remove it."
             )
 
 
 def _check_lengths(rollout: RolloutConfig, context: Any, vocabulary: Any) -> None:
-    """Refuses lengths that exceed the model's context, and stop ids outside of its vocabulary."""
+    """Refuses lengths beyond the model's context, and stop ids outside the vocabulary.
+
+    Args:
+        rollout: Lengths and stop ids.
+        context: Tokens of prompt and response together, unchecked from config.json.
+        vocabulary: Number of token ids, unchecked from config.json.
+    """
     limit = rollout.rollout_max_context_len
     of_model = "the model's context"
     if isinstance(context, int) and (limit or 0) > context:
@@ -268,7 +283,7 @@ def check_outputs(
         rollout: Has the files of prompts.
         megatron: Has the checkpoints.
         reporting: Has the run directory.
-        dumps: The first file of each kind of dump, by flag.
+        dumps: First file of every kind of dump, by flag.
     """
     outputs = {
         "--output-dir": reporting.output_dir,
@@ -276,7 +291,9 @@ def check_outputs(
         "--save-hf": megatron.save_hf,
     }
     for flag, directory in outputs.items():
-        problem = None if directory is None else unwritable(directory)
+        if directory is None:
+            continue
+        problem = unwritable(directory)
         if problem is not None:
             raise ValueError(
                 f"{flag} is {quoted_path(directory)} but {problem}; give a directory that can be"
@@ -304,7 +321,8 @@ def check_resumption(megatron: MegatronConfig, options: Mapping[str, Any]) -> No
         return
     try:
         saved = read_state(saved_checkpoints[-1]).get("options")
-    except Damaged:  # the run takes an older checkpoint, or ends with a message about the damage
+    except Damaged:
+        # The run resumes from an older checkpoint, or ends with a message about the damage.
         return
     if isinstance(saved, dict):
         check_options(saved, options)
@@ -316,7 +334,10 @@ def held_outputs(
 ) -> Iterator[None]:
     """Locks the run's output directories; refuses a directory or port in use.
 
-    Only the process with `main` locks, for all ranks.
+    Args:
+        megatron: Has the directories of checkpoints and exports.
+        reporting: Has the run directory and the port.
+        main: Whether to do this; one process does it for all ranks.
     """
     locks = {Path(reporting.output_dir).resolve() / LOCK: "--output-dir"}
     if megatron.save is not None:
@@ -324,10 +345,13 @@ def held_outputs(
     if megatron.save_hf is not None:
         export = Path(megatron.save_hf).resolve()
         locks[export.with_name(f".{export.name}{LOCK}")] = "--save-hf"
-    with held(locks) if main else nullcontext():
-        if main:
-            _check_save(megatron)  # again, now that no other run can write there
-            _check_port(reporting.prometheus_port)
+    if not main:
+        yield
+        return
+    with held(locks):
+        # A second time, now that no other run can write there.
+        _check_save(megatron)
+        _check_port(reporting.prometheus_port)
         yield
 
 
@@ -335,6 +359,7 @@ def _check_port(port: int | None) -> None:
     """Refuses a port that another program listens on."""
     if port is None:
         return
+    # The reporter opens the port only after the model is built.
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
@@ -344,14 +369,17 @@ def _check_port(port: int | None) -> None:
 
 
 def _is_inside(inner: Path, outer: Path) -> bool:
-    """Whether a path is another one or lies below it."""
+    """Whether a path equals another one or lies below it."""
     inner = inner.resolve()
-    return any(same_path(place, outer) for place in (inner, *inner.parents))
+    # `same_path` also follows links and, on some file systems, other letter cases.
+    return any(same_path(path, outer) for path in (inner, *inner.parents))
 
 
 def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) -> None:
-    """Refuses a dump that replaces a file of another kind, or that the run replaces later."""
-    problem = "it is a directory" if file.is_dir() else unwritable(file.parent)
+    """Refuses a dump over another kind of file, or in a place that the run replaces later."""
+    problem = unwritable(file.parent)
+    if file.is_dir():
+        problem = "it is a directory"
     if file.parts[0].startswith("~"):
         problem = "only a shell expands ~"
     elif save_hf is not None and _is_inside(file, Path(save_hf)):
@@ -359,7 +387,7 @@ def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) ->
     elif any(_is_inside(file, output_dir / name) for name in OWN_NAMES):
         problem = "that is a name that the run itself uses"
     elif problem is None and os.path.lexists(file):
-        # Imported only if there is a file, because these modules import torch, which takes seconds.
+        # Imported only for an existing file, because these modules import torch: seconds.
         if flag == "--save-debug-rollout-data":
             from slime_tis.trainer.data.sample_file import check_replaceable
         else:
@@ -375,7 +403,7 @@ def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) ->
 
 
 def _check_save(megatron: MegatronConfig) -> None:
-    """Refuses a directory with checkpoints of another run than the one that is resumed."""
+    """Refuses a directory with another run's checkpoints, unless this run resumes from them."""
     save = megatron.save
     load = megatron.load
     if save is None or (load is not None and same_path(save, load)):
