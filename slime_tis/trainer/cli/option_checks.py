@@ -14,7 +14,11 @@ from slime_tis.trainer.cli.train_options import OPTIONS, Arguments
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Checks combinations of options, before files and the model are read."""
+    """Checks combinations of options, before files and the model are read.
+
+    Raises:
+        ValueError: Options contradict each other, or one has no effect.
+    """
     _check_hooks(arguments)
     _check_rewards(arguments)
     _check_routing_record(arguments)
@@ -30,7 +34,11 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def check_correction(arguments: Arguments) -> None:
-    """Checks the correction against the loss, the steps and the group size."""
+    """Checks the correction against the loss, the steps and the group size.
+
+    Raises:
+        ValueError: They contradict each other, or an option has no effect.
+    """
     correction = arguments.correction
     policy = arguments.policy
     function = arguments.custom_tis_function_path
@@ -68,7 +76,7 @@ def check_correction(arguments: Arguments) -> None:
 
 
 def _check_old_policy(arguments: Arguments) -> None:
-    """Refuses options of the old policy if it always equals the trained one."""
+    """Refuses options of the old policy if that always equals the trained policy."""
     correction = arguments.correction
     # The first step of a rollout recomputes old log-probs with the weights that it trains.
     on_policy = (
@@ -91,7 +99,7 @@ def _check_old_policy(arguments: Arguments) -> None:
 
 
 def _is_always_fresh(arguments: Arguments) -> bool:
-    """Whether the weights that are trained have sampled every token."""
+    """Whether the trained weights sample every token."""
     rollout = arguments.rollout
     has_other_samples = (
         rollout.rollout_lookahead
@@ -105,7 +113,7 @@ def _is_always_fresh(arguments: Arguments) -> bool:
 
 
 def _check_token_baseline(arguments: Arguments) -> None:
-    """Refuses options that need one advantage per sample, or need it before the baseline exists."""
+    """Refuses options that need one advantage per sample, or any before the baseline exists."""
     policy = arguments.policy
     correction = arguments.correction
     conflicts = {
@@ -154,12 +162,12 @@ REPLACED = {
         "rollout_top_k",
     ),
 }
-"""Options without effect, by the user function that does their work."""
+"""Options that have no effect with a user function, by the function's option."""
 
 
 def _check_hooks(arguments: Arguments) -> None:
-    """Refuses options that a user function leaves without effect."""
-    # The last one has custom_tis_function_path.
+    """Refuses options that have no effect with a user function, and a loss without its function."""
+    # `arguments` itself has custom_tis_function_path.
     configs = (arguments.policy, arguments.rollout, arguments.loop, arguments)
     values: dict[str, Any] = {}
     for config in configs:
@@ -181,11 +189,12 @@ def _check_hooks(arguments: Arguments) -> None:
 
 
 def _check_rewards(arguments: Arguments) -> None:
-    """Refuses a run whose samples or held-out answers nothing can score."""
+    """Refuses a run without a reward for its samples or held-out answers."""
     rollout = arguments.rollout
     if rollout.rm_type is not None or rollout.custom_rm_path is not None:
         return
     if rollout.custom_generate_function_path is not None:
+        # The function may set the reward.
         return
     # Loaded samples have rewards, and so may samples of user functions. The engine's answers to
     # held-out prompts have none.
@@ -221,7 +230,7 @@ def _check_routing_record(arguments: Arguments) -> None:
 
 
 def check_ranks(arguments: Arguments, world_size: int) -> None:
-    """Refuses samples of a step that do not divide over data-parallel ranks and micro-batches."""
+    """Refuses a global batch that cannot be split into equal ranks and micro-batches."""
     megatron = arguments.megatron
     size = arguments.loop.global_batch_size or 0
     data_parallel = world_size // megatron.model_parallel_size
@@ -240,7 +249,7 @@ def check_ranks(arguments: Arguments, world_size: int) -> None:
 
 
 def check_dump(arguments: Arguments) -> None:
-    """Checks that the first file of samples exists; a resumed run begins with a later file."""
+    """Checks that the first file of samples exists."""
     rollout = arguments.rollout
     pattern = arguments.loop.load_debug_rollout_data
     load = arguments.megatron.load
@@ -249,7 +258,10 @@ def check_dump(arguments: Arguments) -> None:
             "--allow-truncation-bias has no effect with --rollout-engine local, which records token"
             " sets."
         )
-    if pattern is None or (load is not None and Path(load).is_dir()):
+    if pattern is None:
+        return
+    # A resumed run begins with a later file.
+    if load is not None and Path(load).is_dir():
         return
     first = pattern.format(rollout_id=0)
     if not Path(first).is_file():
@@ -279,18 +291,17 @@ def warnings_of(arguments: Arguments) -> Iterator[str]:
             " geometric --rs-z-score 3 instead of the bounds."
         )
     if correction.get_mismatch_metrics and correction.corrects:
-        acting = [
-            flag(name)
-            for name in CORRECTION_SWITCHES
-            if getattr(correction, name) not in (False, None)
-        ]
+        acting = []
+        for name in CORRECTION_SWITCHES:
+            if getattr(correction, name) not in (False, None):
+                acting.append(flag(name))
         yield (
-            f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to measure"
-            " alone."
+            f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to only"
+            " measure."
         )
     loop = arguments.loop
     warm_up = arguments.megatron.lr_warmup_iters
-    # 0 if --num-epoch decides the length of the run
+    # 0 if --num-epoch decides the length of the run.
     steps = (loop.num_rollout or 0) * (loop.num_steps_per_rollout or 0)
     if steps and warm_up >= steps:
         yield (
@@ -301,7 +312,7 @@ def warnings_of(arguments: Arguments) -> Iterator[str]:
 
 
 def _about_idle_options(arguments: Arguments) -> Iterator[str]:
-    """Yields warnings about uncalled functions, idle clip ranges and uncorrected stale samples."""
+    """Yields warnings about functions without a call, idle clip ranges and uncorrected samples."""
     rollout = arguments.rollout
     names = [
         "dynamic_sampling_filter_path",
@@ -340,5 +351,6 @@ def _rejects_any_precision(criterion: Criterion) -> bool:
     """Whether fixed bounds on the geometric mean ratio are within 1 %, which bf16 exceeds."""
     if criterion.aggregation != "mean" or criterion.lower is None:
         return False
-    limit = 1.01 - 1e-9  # bounds of exactly 1.01 are accepted
+    # Bounds of exactly 1.01 get no warning, also after rounding.
+    limit = 1.01 - 1e-9
     return criterion.upper < limit or criterion.lower > 1 / limit

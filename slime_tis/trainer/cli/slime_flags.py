@@ -21,7 +21,7 @@ class Restated:
 
     fact: str
     switch: tuple[Any, ...] | None = None
-    """For a switch, the facts that agree with it; None if the value must equal the fact."""
+    """Facts that agree with a switch; None for a flag whose value must equal the fact."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Renamed:
 
     name: str
     convert: Callable[[str], str] = str
-    """From slime's value to the value here."""
+    """Converts slime's value to the value here."""
     note: str = ""
     """End of the message."""
 
@@ -40,6 +40,20 @@ def _mebibytes(text: str) -> str:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         return text
     return str(max(1, int(text) >> 20))
+
+
+def _http_address(text: str) -> str:
+    """Adds http:// to an address without a scheme."""
+    if "://" in text:
+        return text
+    return f"http://{text}"
+
+
+def _transport(text: str) -> str:
+    """Converts the name of a weight transport."""
+    if text == "nccl":
+        return "distributed"
+    return text
 
 
 RESTATED: Mapping[str, Restated] = {
@@ -112,25 +126,20 @@ RENAMED: Mapping[str, Renamed] = {
         "--sglang-tp-size", note="a flag of the servers that --sglang-launch starts"
     ),
     "--rollout-external-engine-addrs": Renamed(
-        "--sglang-url",
-        lambda text: text if "://" in text else f"http://{text}",
-        note="with http:// before each address",
+        "--sglang-url", _http_address, note="with http:// before each address"
     ),
     "--update-weight-buffer-size": Renamed(
         "--sglang-bucket-mb", _mebibytes, note="in MiB, not bytes"
     ),
     "--update-weight-transport": Renamed(
-        "--sglang-weight-sync",
-        lambda text: {"nccl": "distributed"}.get(text, text),
-        note="nccl is distributed there",
+        "--sglang-weight-sync", _transport, note="nccl is distributed there"
     ),
     "--update-weight-disk-dir": Renamed("--sglang-weight-dir"),
     "--check-weight-update-equal": Renamed(
         "--check-weight-sync", note="which compares the engines' log-probs"
     ),
 }
-"""Flags whose name here is another. Names that are read here too are aliases, and no entries of
-this table."""
+"""Flags that have another name here. A name that is also read here is an alias instead."""
 
 CONFIG = "the model follows the checkpoint's config.json; remove the flag"
 REMOVE = "this program has no counterpart; remove it, or use slime"
@@ -145,7 +154,7 @@ LAYERS = (
 ALL_WEIGHTS = "this program trains all weights, which is another experiment; use slime"
 
 RAW_REWARDS = "--custom-reward-post-process-path slime_tis.trainer.rewards.raw.raw_rewards"
-"""Rewards as advantages, without a baseline or a scale of the group."""
+"""Takes rewards as advantages, without the group's baseline and scale."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "--advantage-estimator": {
@@ -165,14 +174,14 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "--eval-top-k": {"1": "--eval-temperature 0"},
     "--disable-rewards-normalization": {"": RAW_REWARDS},
 }
-"""Values of slime's flags, and the flags here that mean the same; an empty text is a switch."""
+"""Flags here that mean the same as values of slime's flags; a switch has an empty text."""
 
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
     "--advantage-estimator": {"ppo": NO_CRITIC},
     "--loss-type": {"sft_loss": NO_FINE_TUNING},
     "--rollout-function-path": {"slime.rollout.sft_rollout.generate_rollout": NO_FINE_TUNING},
 }
-"""Values of slime's flags that are another experiment here, and what to do."""
+"""Advice on values of slime's flags that ask for another experiment."""
 
 OTHER_EXPERIMENTS: Mapping[str, str] = {
     "--lora-* --target-modules --exclude-modules": ALL_WEIGHTS,
@@ -211,9 +220,9 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
         "--qwen-gdn-backend"
     ): (LAYERS),
 }
-"""Flags of training that this program cannot do, separated by blanks, and what to do instead.
+"""Advice on flags of training that this program cannot do, which `slime-tis port` refuses.
 
-port refuses them. A name that ends in * is a prefix."""
+Blanks separate the flags; a name that ends in * is a prefix."""
 
 FIXED_EXPERIMENT = (
     "--optimizer",
@@ -279,7 +288,7 @@ ADVICE: Mapping[str, str] = {
         "--rollout-health-check-* --update-weight-delta-* --update-weight-local-checkpoint-dir "
         "--update-weight-disk-keep-files"
     ): ("see --sglang-recovery-timeout and --sglang-weight-sync"),
-    "--debug-train-only": "use --load-debug-rollout-data alone",
+    "--debug-train-only": "use only --load-debug-rollout-data",
     "--deterministic-mode": (
         "runs in fp32 on a CPU are bitwise repeatable; set --seed and --rollout-seed"
     ),
@@ -287,11 +296,11 @@ ADVICE: Mapping[str, str] = {
         "use WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY or WANDB_RUN_ID"
     ),
     "--async-save --no-save-optim --no-load-optim --no-load-rng --finetune --ckpt-*": (
-        "a checkpoint has weights, optimizer and data; to start from weights alone use"
+        "a checkpoint has weights, optimizer and data; to start from weights only, use"
         " --hf-checkpoint"
     ),
 }
-"""Flags without a counterpart, separated by blanks, and the advice; a name that ends in * is a
+"""Advice on flags without a counterpart. Blanks separate the flags; a name that ends in * is a
 prefix."""
 
 SLIME_ONLY = (
@@ -355,7 +364,7 @@ def _match(flag: str, table: Mapping[str, str]) -> str | None:
 
 
 def value_advice(flag: str) -> dict[str, str]:
-    """Returns what to do instead of values of slime, by value."""
+    """Returns the advice on values of a slime flag, by value."""
     advice = {value: f"write {flags}" for value, flags in VALUES.get(flag, {}).items()}
     return advice | dict(OTHER_VALUES.get(flag, {}))
 
@@ -377,15 +386,17 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     facts.setdefault("num_key_value_heads", heads)
     facts |= _rope_facts(facts)
     facts.setdefault("partial_rotary_factor", 1.0)
-    # Every family here has these; config.json does not say them.
+    # All families here have these properties, which config.json does not contain.
     facts["normalization"] = "RMSNorm"
     facts["position_embedding_type"] = "rope"
     facts["grouped_query_attention"] = True
     architectures = facts.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    family = FAMILIES.get(name) if isinstance(name, str) else None
-    if family is None:
+    if not isinstance(architectures, list) or not architectures:
         return facts
+    name = architectures[0]
+    if not isinstance(name, str) or name not in FAMILIES:
+        return facts
+    family = FAMILIES[name]
     facts["qk_norm"] = _family_fact(facts, family.qk_norm)
     facts["attention_bias"] = _family_fact(facts, family.qkv_bias)
     if family.moe:
@@ -411,20 +422,28 @@ def _rope_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _family_fact(facts: Mapping[str, Any], value: Any) -> Any:
-    """Returns a property of a family: a constant, or the fact that it names."""
-    return facts.get(value) if isinstance(value, str) else value
+    """Returns a property of a family, which is a constant or the name of a fact."""
+    if isinstance(value, str):
+        return facts.get(value)
+    return value
 
 
 def _expert_facts(facts: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the facts of a mixture of experts."""
     # Qwen, Mixtral and DeepSeek have different names for the number of experts.
-    counts = [facts.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    count = None
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = count or facts.get(name)
+    score_function = "softmax"
+    if family.sigmoid_router:
+        score_function = "sigmoid"
     expert_facts = {
-        "num_experts": next(filter(None, counts), None),
-        "router_score_function": "sigmoid" if family.sigmoid_router else "softmax",
+        "num_experts": count,
+        "router_score_function": score_function,
         "expert_bias": family.sigmoid_router,
         "shared_expert_gate": family.shared_expert_gate is not None,
     }
+    # GLM-4.5 has the number of shared experts, Qwen2-MoE their joint inner size.
     shared = facts.get("n_shared_experts")
     width = facts.get("moe_intermediate_size")
     if isinstance(shared, int) and isinstance(width, int):
@@ -444,14 +463,22 @@ def refusal(
 
     Args:
         unknown: Flags that this program does not have.
-        known: The flags that it has.
-        model: config.json; None if there is none to compare with.
+        known: Flags that this program has.
+        model: config.json; None if it cannot be read.
     """
-    judgements = [_judge(flag, known, model) for flag in unknown[:MAX_FLAGS]]
-    messages = [text for _, text in sorted(filter(None, judgements))]
+    judgements = []
+    for flag in unknown[:MAX_FLAGS]:
+        judgement = _judge(flag, known, model)
+        if judgement is not None:
+            judgements.append(judgement)
+    # By rank: wrong values of slime's flags come first, words that are no flags last.
+    judgements.sort()
+    messages = [text for _, text in judgements]
     if len(messages) < 2:
         return "".join(messages)
-    count = f"more than {MAX_FLAGS}" if len(unknown) > MAX_FLAGS else str(len(messages))
+    count = str(len(messages))
+    if len(unknown) > MAX_FLAGS:
+        count = f"more than {MAX_FLAGS}"
     lines = [
         f"{count} flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):"
     ]
@@ -462,16 +489,22 @@ def refusal(
 def _judge(
     flag: Flag, known: Collection[str], model: Mapping[str, Any] | None
 ) -> tuple[int, str] | None:
-    """Returns the rank of a message among several, and the message; None for an accepted flag."""
+    """Returns the rank and the text of the message about a flag; None for an accepted flag."""
     name = flag.name
     if is_checked(name):
         difference = disagreement(flag, model)
         if not difference:
             return None
-        return 0, f"{difference}; remove {'it' if name in FIXED else 'the flag'}."
+        # With config.json in the message, "it" could be either.
+        removed = "the flag"
+        if name in FIXED:
+            removed = "it"
+        return 0, f"{difference}; remove {removed}."
     if name in RENAMED:
         new = RENAMED[name]
-        note = f", {new.note}" if new.note else ""
+        note = ""
+        if new.note:
+            note = f", {new.note}"
         return 1, f"{name} is {new.name} here{note}."
     replacement = VALUES.get(name, {}).get(" ".join(flag.values))
     if replacement is not None:
@@ -479,7 +512,7 @@ def _judge(
     advice = advice_for(name)
     if advice is not None:
         return 2, f"{name} is not supported: {advice}."
-    # SGLang has hundreds of flags, so each unknown one may be a flag of its servers.
+    # SGLang has hundreds of flags, so any unknown name may be a flag of its servers.
     if name.startswith("--sglang-") and similar(name, known) is None:
         advice = "add --rollout-engine sglang --sglang-launch N"
         return 2, f"{name} is a flag of SGLang servers; {advice}."
@@ -487,12 +520,15 @@ def _judge(
 
 
 def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
-    """Returns how a flag of RESTATED or FIXED differs from config.json or the fixed value.
+    """Compares a flag of RESTATED or FIXED with config.json or the fixed value.
 
-    The text is a clause without a full stop; it is empty if the flag agrees, or if there is no
-    config.json to compare with.
+    Returns:
+        The difference as a clause without a full stop; empty if the flag agrees, or if there is no
+        config.json to compare with.
     """
-    shown = repr(" ".join(flag.values)[:80]) if flag.values else "without a value"
+    shown = "without a value"
+    if flag.values:
+        shown = repr(" ".join(flag.values)[:80])
     is_on = _switch_value(flag)
     if flag.name in FIXED:
         allowed = FIXED[flag.name]
@@ -501,7 +537,9 @@ def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
             return ""
         return f"{flag.name} is {shown} but always {' or '.join(allowed) or 'on'} here"
     restated = RESTATED[flag.name]
-    expected = None if model is None else checkpoint_facts(model).get(restated.fact)
+    expected = None
+    if model is not None:
+        expected = checkpoint_facts(model).get(restated.fact)
     if restated.switch is None:
         is_equal = expected is None or _is_same(flag.values, expected)
         agrees = len(flag.values) == 1 and is_equal
@@ -509,6 +547,7 @@ def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
         agrees = expected is None or expected in restated.switch
         shown = "set"
     else:
+        # A switch that is off asks for nothing; other words are wrong.
         agrees = is_on is not None
     if agrees:
         return ""
@@ -516,7 +555,7 @@ def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
 
 
 def _switch_value(flag: Flag) -> bool | None:
-    """Returns the value of a flag as a switch, or None if its words are no switch."""
+    """Returns a switch's value, or None if the words after the flag are none."""
     if not flag.values:
         return True
     if len(flag.values) > 1:
@@ -534,5 +573,7 @@ def _is_same(values: tuple[str, ...], expected: Any) -> bool:
 
 
 def _as_json(value: Any) -> str:
-    """Returns a fact for messages, as config.json has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)[:80]
+    """Returns a fact as it looks in config.json, for messages."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)[:80]
