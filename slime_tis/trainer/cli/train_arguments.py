@@ -1,7 +1,7 @@
 """The command line of train.py: reads and checks flags, YAML and presets; returns frozen configs.
 
-The order of checks is the order of their cost: flags, combinations of options, files, config.json,
-then the headers of the weights.
+Cheap checks come first: flags, combinations of options, files, config.json, then the headers of the
+weights.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.errors import quoted, quoted_path
+from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import read_model_config
 from slime_tis.options.command_line import (
     CodeConfig,
@@ -53,9 +53,20 @@ from slime_tis.trainer.configs.sglang import PREFIX, SGLangConfig, check_server_
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
-    """Reads and checks the configuration of a run; exits with status 2 if it is refused."""
+    """Reads and checks the configuration of a run, and prints warnings about it.
+
+    Args:
+        argv: The words of the command line; None takes this process's.
+        prog: Name of the program in --help.
+
+    Raises:
+        SystemExit: The configuration is refused, with status 2 and a message on stderr; or --help
+            was printed, with status 0.
+    """
+    if argv is None:
+        argv = sys.argv[1:]
     try:
-        arguments = configure(sys.argv[1:] if argv is None else argv, os.environ, prog=prog)
+        arguments = configure(argv, os.environ, prog=prog)
         check_weights(arguments.megatron)
     except OSError as error:
         message = str(error)
@@ -66,6 +77,7 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> 
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    # torchrun starts one process per rank; one of them warns.
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings_of(arguments):
             print(f"warning: {warning}", file=sys.stderr)
@@ -85,6 +97,7 @@ def configure(
     Raises:
         ValueError: The command line is refused; the message is for the user.
     """
+    # Flags that repeat config.json can be compared only after it was read.
     given, restated = _read_command_line(argv, prog)
     options = merge_sources(COMMAND_LINE, given)
     with naming_sources(options):
@@ -108,7 +121,7 @@ def configure(
 
 
 def _build_arguments(options: Mapping[str, Given]) -> Arguments:
-    """Builds every config; each one checks its own fields."""
+    """Builds all configs, which check their fields."""
     rollout = build(RolloutConfig, options)
     loop = build(LoopConfig, options).with_dump_patterns()
     return Arguments(
@@ -126,7 +139,7 @@ def _build_arguments(options: Mapping[str, Given]) -> Arguments:
 
 
 def _first_dumps(loop: LoopConfig) -> dict[str, str]:
-    """Returns the first file of each kind of dump, by flag."""
+    """Returns the first file of every kind of dump, by flag."""
     files = {}
     for name in ("save_debug_rollout_data", "save_debug_train_data"):
         pattern = getattr(loop, name)
@@ -140,30 +153,32 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for config in vars(arguments).values():
         if dataclasses.is_dataclass(config):
-            values |= {
-                field.name: getattr(config, field.name) for field in dataclasses.fields(config)
-            }
+            for field in dataclasses.fields(config):
+                values[field.name] = getattr(config, field.name)
     values["custom_tis_function_path"] = arguments.custom_tis_function_path
     ordered = {}
     for name in OPTIONS:
         if name in values:
-            value = values[name]
-            # Lists, as JSON and YAML have them: a resumed run compares its options with saved ones.
-            ordered[name] = list(value) if isinstance(value, tuple) else value
+            ordered[name] = values[name]
+            # JSON and YAML have lists, and a resumed run compares its options with saved ones.
+            if isinstance(values[name], tuple):
+                ordered[name] = list(values[name])
     return ordered | dict(arguments.user_options)
 
 
 def options_in_force(arguments: Arguments) -> dict[str, Any]:
     """Returns the options that have an effect.
 
-    Written as YAML for --custom-config-path they give the same arguments.
+    A YAML file of them for --custom-config-path gives the same arguments.
     """
     values = effective_config(arguments)
     defaults = {name: option.default for name, option in OPTIONS.items()}
-    every = defaults | values
-    return {
-        name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, every)
-    }
+    all_values = defaults | values
+    in_force = {}
+    for name, value in values.items():
+        if not unmet_needs(COMMAND_LINE, name, all_values):
+            in_force[name] = value
+    return in_force
 
 
 def describe(arguments: Arguments) -> str:
@@ -190,27 +205,34 @@ def describe(arguments: Arguments) -> str:
 
 
 def user_options(given: Mapping[str, Given]) -> dict[str, Any]:
-    """Returns the options of user functions; refuses them without a user function."""
+    """Returns the options of user functions, which are all options that the program lacks.
+
+    Raises:
+        ValueError: There are such options, but no user function.
+    """
     unknown = {name: entry for name, entry in given.items() if name not in OPTIONS}
-    functions = [
-        given[name].value
-        for name, option in OPTIONS.items()
-        if option.metavar == "FUNCTION" and name in given
-    ]
-    if unknown and all(function is None for function in functions):
-        label = next(iter(unknown.values())).label
-        raise ValueError(
-            f"{label} is not an option, and no user function is given that could read it;"
-            " remove it."
-        )
-    return {name: entry.value for name, entry in unknown.items()}
+    if not unknown:
+        return {}
+    for name, option in OPTIONS.items():
+        is_given = name in given and given[name].value is not None
+        if option.metavar == "FUNCTION" and is_given:
+            return {name: entry.value for name, entry in unknown.items()}
+    first, *_ = unknown.values()
+    raise ValueError(
+        f"{first.label} is not an option, and no user function is given that could read it;"
+        " remove it."
+    )
 
 
 def _as_flag(name: str, value: Any) -> str:
     """Returns an option as words of a shell command."""
-    if isinstance(value, bool):
-        return flag(name) if value else flag(f"no_{name}")
-    values = value if isinstance(value, list) else [value]
+    if value is True:
+        return flag(name)
+    if value is False:
+        return flag(f"no_{name}")
+    values = [value]
+    if isinstance(value, list):
+        values = value
     words = [shlex.quote(str(word)) for word in values]
     return " ".join([flag(name), *words])
 
@@ -229,10 +251,17 @@ def build_parser(prog: str = "train.py") -> argparse.ArgumentParser:
 
 
 def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Flag]]:
-    """Returns the values of the flags, and the flags to compare with config.json."""
+    """Reads a command line.
+
+    Returns:
+        The values of the flags, and the flags to compare with config.json.
+
+    Raises:
+        ValueError: A flag is refused, or has a wrong value.
+    """
     words, overrides = split_words(build_parser(prog), argv)
     names = {item.name for item in words}
-    # A YAML file may have sglang_launch; it is read later.
+    # A YAML file, which is read later, may have sglang_launch.
     may_launch = "--sglang-launch" in names or "--custom-config-path" in names
     known: list[Flag] = []
     unknown: list[Flag] = []
@@ -249,11 +278,6 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Flag
         check_server_args(server_args)
     flags = read_flags(COMMAND_LINE, known, overrides)
     if server_args:
-        if not {"sglang_launch", "custom_config_path"} & flags.given.keys():
-            raise ValueError(
-                f"{quoted('--sglang-' + server_args[0][2:])[1:-1]} is a flag of servers; add"
-                " --sglang-launch N."
-            )
         flags.given["sglang_server_args"] = Given(
             value=tuple(server_args),
             label=flag("sglang_server_args"),
@@ -264,8 +288,8 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Flag
 
 def _refuse_unknown(unknown: Sequence[Flag], model: Mapping[str, Any] | None) -> None:
     """Raises one ValueError about all flags that are refused."""
-    flags = [flag(name) for name in (*OPTIONS, *ALIASES)]
-    message = refusal(unknown, flags, model)
+    known = [flag(name) for name in (*OPTIONS, *ALIASES)]
+    message = refusal(unknown, known, model)
     if message:
         raise ValueError(message)
 
@@ -273,21 +297,24 @@ def _refuse_unknown(unknown: Sequence[Flag], model: Mapping[str, Any] | None) ->
 def _peek_at_model(flags: Sequence[Flag]) -> dict[str, Any] | None:
     """Returns the config.json of --hf-checkpoint, or None if it cannot be read.
 
-    With it, the message about unknown flags can also list those that contradict it.
+    With it, the message about unknown flags also lists flags that contradict it.
     """
-    directories = [
-        item.values[0] for item in flags if item.name == "--hf-checkpoint" and item.values
-    ]
-    if not directories:
+    directory = None
+    for item in flags:
+        # The last of several equal flags counts.
+        if item.name == "--hf-checkpoint" and item.values:
+            directory = item.values[0]
+    if directory is None:
         return None
     try:
-        return read_model_config(directories[-1])
-    except ValueError:  # reported later, after the flags have been read
+        return read_model_config(directory)
+    except ValueError:
+        # `configure` reads the file again, and reports the error.
         return None
 
 
 def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
-    """Derives global_batch_size from num_steps_per_rollout, or back; one step if both are unset."""
+    """Derives global_batch_size from num_steps_per_rollout or the reverse; default is one step."""
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     total = f"a rollout has {samples} samples (--rollout-batch-size × --n-samples-per-prompt)"
     if samples > MOST_SAMPLES:
@@ -346,7 +373,7 @@ WHAT_IF_LOSS_OPTIONS = (
     "opsm_delta",
     "calculate_per_token_loss",
 )
-"""Options of the loss that a dump has the data for."""
+"""Options of the loss whose inputs are in a dump."""
 
 
 def read_correction(
@@ -361,8 +388,12 @@ def read_correction(
     Returns:
         The correction, the policy options with the given ones, the path of the custom TIS function
         or None, and the options of this function.
+
+    Raises:
+        ValueError: A flag is refused, or has a wrong value.
     """
-    flags = read_flags(COMMAND_LINE, *split_words(build_parser("slime-tis what-if"), argv))
+    words, overrides = split_words(build_parser("slime-tis what-if"), argv)
+    flags = read_flags(COMMAND_LINE, words, overrides)
     for name in flags.given:
         if OPTIONS[name].group != "rollout correction" and name not in WHAT_IF_LOSS_OPTIONS:
             raise ValueError(f"{flag(name)} is not a flag of a correction; remove it.")
@@ -372,7 +403,8 @@ def read_correction(
         for name, option in OPTIONS.items()
         if option.default is not dataclasses.MISSING
     }
-    values = merge_sources(dataclasses.replace(COMMAND_LINE, options=optional), flags)
+    line = dataclasses.replace(COMMAND_LINE, options=optional)
+    values = merge_sources(line, flags)
     policy_fields = PolicyConfig.__dataclass_fields__
     changes = {name: values[name].value for name in flags.given if name in policy_fields}
     policy = dataclasses.replace(policy, **changes)

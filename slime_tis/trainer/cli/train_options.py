@@ -10,7 +10,7 @@ from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
 from slime_tis.options.command_line import CodeConfig, CommandLine, SourceConfig
 from slime_tis.options.fields import flag
-from slime_tis.options.values import declare_options
+from slime_tis.options.values import Option, declare_options
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.slime_flags import value_advice
 from slime_tis.trainer.configs.loop import LoopConfig, ReportingConfig
@@ -21,7 +21,7 @@ from slime_tis.trainer.configs.sglang import SGLangConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Everything a run is configured by."""
+    """The configuration of a run."""
 
     correction: RolloutCorrectionConfig
     policy: PolicyConfig
@@ -69,17 +69,26 @@ TITLES = (
 )
 """Titles of the groups of --help, in order."""
 
-_DECLARED = {
-    name: dataclasses.replace(option, advice=value_advice(flag(name)))
-    for name, option in declare_options(CONFIGS).items()
-}
-OPTIONS = dict(sorted(_DECLARED.items(), key=lambda item: TITLES.index(item[1].group)))
+
+def _declare() -> dict[str, Option]:
+    """Returns the options in the order of --help."""
+    options = list(declare_options(CONFIGS).values())
+    # Stable: within a group, options keep the order of their fields.
+    options.sort(key=lambda option: TITLES.index(option.group))
+    declared = {}
+    for option in options:
+        advice = value_advice(flag(option.name))
+        declared[option.name] = dataclasses.replace(option, advice=advice)
+    return declared
+
+
+OPTIONS = _declare()
+"""Options by name, in the order of --help."""
 
 ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
-"""Old names of options and the name each one has now; both are read on the command line and in
-YAML."""
+"""Present names of options by old name; the command line and YAML take both."""
 
 COMMAND_LINE = CommandLine(options=OPTIONS, aliases=ALIASES)
 
 FLAGS = {*COMMAND_LINE.spellings, "--help"}
-"""Every flag that is read here, --no- forms included."""
+"""All flags of train.py, with their --no- forms."""
