@@ -175,7 +175,7 @@ def _sequence_weights(
     log_weight_S: Tensor,
     nonempty_S: Tensor,
 ) -> tuple[Tensor, WeightSums[Tensor]]:
-    """The bounded weights of sequences, and what they add to the sums.
+    """Returns the bounded sequence weights and their contribution to the batch's sums.
 
     A sequence counts once, and only if it has a valid token.
     """
