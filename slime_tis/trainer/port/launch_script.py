@@ -49,21 +49,27 @@ QUOTE = "\ue003"
 """Begins quoted text, which is a word even if it is empty."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-# Escapes and single quotes come first, because nothing is expanded in them.
+# $X. Escapes and single quotes come first, because nothing is expanded in them.
 UNBRACED = re.compile(rf"\\.|'[^']*'|\$({NAME})", re.DOTALL)
+# ${X}, ${X[@]}, ${X:-default}
 PARAMETER = re.compile(rf"\$\{{({NAME})(\[[@*]\])?(:-.*)?\}}", re.DOTALL)
 # "$(dirname -- "${BASH_SOURCE[0]}")", and around it "$(cd -- … &>/dev/null && pwd)".
 OWN_DIRECTORY = re.compile(r"\$\(dirname [^)]*(?:BASH_SOURCE|\$0|\$\{0\})")
 CHANGED_DIRECTORY = re.compile(r"\$\(cd (?:-- )?([^&]*)(?:&>/dev/null *)?&& pwd\)")
 # An export, or a key of the JSON that `ray job submit --runtime-env-json` takes.
 PYTHON_PATH = re.compile(r"""^[^#\n]*PYTHONPATH[\\"' ]*[:=][\\"' ]*([^\s"'\\]+)""", re.MULTILINE)
+# "${X[@]}"
 WHOLE_ARRAY = re.compile(rf'"\$\{{{NAME}\[@\]\}}"')
+# A mark belongs to the word around it, even if its source text has blanks.
 WORD = re.compile(f"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^{OPEN}\\s])+")
 UNKNOWN = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 UNSET_VARIABLE = re.compile(rf"{OPEN}\$\{{({NAME})\}}{CLOSE}")
 # slime's scripts name groups of flags MODEL_ARGS, CKPT_ARGS, EVAL_ARGS, …
 UNSET_ARRAY = re.compile(rf"{OPEN}\$\{{(\w*ARGS|\w+(?=\[))(?:\[[@*]\])?\}}{CLOSE}")
+# An entry of PYTHONPATH without other expansions than variables. Megatron-LM is left out, because
+# pyproject.toml pins megatron-core.
 ENTRY = re.compile(rf"(?!.*(?:Megatron-LM|PYTHONPATH))(?:[\w./~@+,=-]|{UNSET_VARIABLE.pattern})+")
+# Functions and loops count as conditions: the script may not run them.
 BLOCKS = ("if_statement", "case_statement", "compound_statement", "do_group")
 SUBSTITUTIONS = ("expansion", "_substitution")
 """Ends of the types of nodes that bash replaces by a value."""
@@ -77,6 +83,7 @@ class LaunchScript:
     directory: Path
     """Directory of the file that is read."""
     files: set[Path]
+    """The script and the sourced files; each is read once."""
     program: str = ""
     """train.py or train_async.py; empty before a training command was read."""
     words: list[str] = field(default_factory=list)
@@ -97,7 +104,7 @@ class LaunchScript:
     def read(self, text: str) -> None:
         """Follows assignments, sourced files and training commands."""
         # The grammar divides words of arrays such as $A:$B, but not ${A}:${B}.
-        text = UNBRACED.sub(lambda match: f"${{{match[1]}}}" if match[1] else match[0], text)
+        text = UNBRACED.sub(_braced, text)
         root = BASH.parse(text.encode()).root_node
         if root.has_error:
             broken = next((child for child in root.children if child.has_error), root)
@@ -356,6 +363,13 @@ def read_launch(path: str | Path) -> LaunchScript:
             f"{str(path)!r} has no command that runs train.py{broken}; give a slime launch script."
         )
     return script
+
+
+def _braced(match: re.Match[str]) -> str:
+    """A match of `UNBRACED`: $X becomes ${X}, the others stay."""
+    if not match[1]:
+        return match[0]
+    return f"${{{match[1]}}}"
 
 
 def _program(word: str) -> str:

@@ -43,8 +43,7 @@ from slime_tis.trainer.port.published_models import model_from_script, name_prob
 
 COMMENT_WIDTH = 110
 MOST_ROLLOUTS = 10_000_000
-"""Upper limit of --num-rollout; scripts of servers that never end write more."""
-
+"""Upper limit of --num-rollout in train.py."""
 MOST_MEMORY = 1e6
 """Upper limit of --gpu-memory, GiB."""
 PATHS = ("--hf-checkpoint", "--prompt-data")
@@ -95,11 +94,10 @@ class Ported:
     """Directories of the script's PYTHONPATH."""
     launcher: list[str] = field(default_factory=list)
     """torchrun and its flags."""
-    placement: Placement | None = None
 
     @property
     def refusals(self) -> list[str]:
-        """What train.py refuses in the command."""
+        """Messages of train.py that refuse the command."""
         return self.notes[REFUSED]
 
     @property
@@ -163,9 +161,10 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
         for reason, flags in ported.other_experiments.items():
             lines.append(f"  {', '.join(flags)}: {reason}.")
         raise ValueError("\n".join(lines))
-    _assign_gpus(given, ported)
-    _add_defaults(ported)
-    _check(given, model, gpu_memory, ported)
+    placement = place(given)
+    _assign_gpus(placement, given, ported)
+    _add_defaults(placement, ported)
+    _check(placement, given, model, gpu_memory, ported)
     return ported
 
 
@@ -299,10 +298,8 @@ def _keep_or_drop(flag: Flag, given: dict[str, Flag], ported: Ported) -> None:
         ported.flags[name] = flag.values
 
 
-def _assign_gpus(given: dict[str, Flag], ported: Ported) -> None:
+def _assign_gpus(placement: Placement, given: dict[str, Flag], ported: Ported) -> None:
     """Sets torchrun's ranks and the servers."""
-    placement = place(given)
-    ported.placement = placement
     launcher = ["torchrun"]
     if placement.nodes > 1:
         launcher += ["--nnodes", str(placement.nodes)]
@@ -352,16 +349,15 @@ def _serve_elsewhere(placement: Placement, is_named: bool, ported: Ported) -> No
         )
 
 
-def _add_defaults(ported: Ported) -> None:
+def _add_defaults(placement: Placement, ported: Ported) -> None:
     """Adds options with another default in slime, so that the run is the same."""
-    assert ported.placement is not None
     options = [OPTION_OF.get(name) for name in ported.flags]
     for name, values in SLIME_DEFAULTS.items():
         if OPTION_OF[name] in options:
             continue
         if name == "--micro-batch-size" and "--use-dynamic-batch-size" in ported.flags:
             continue
-        if name == "--use-distributed-optimizer" and ported.placement.data_parallel == 1:
+        if name == "--use-distributed-optimizer" and placement.data_parallel == 1:
             continue
         if name == "--eval-temperature":  # slime evaluates at the temperature of the rollouts
             if "--eval-prompt-data" not in ported.flags:
@@ -372,10 +368,13 @@ def _add_defaults(ported: Ported) -> None:
 
 
 def _check(
-    given: dict[str, Flag], model: dict[str, Any] | None, gpu_memory: float, ported: Ported
+    placement: Placement,
+    given: dict[str, Flag],
+    model: dict[str, Any] | None,
+    gpu_memory: float,
+    ported: Ported,
 ) -> None:
-    """Drops flags without effect, and notes what train.py and the plan say about the others."""
-    assert ported.placement is not None
+    """Drops flags without effect, and adds the messages of train.py and of the plan."""
     directory = legible(_value(given, "--hf-checkpoint"))
     sizes = None
     if model is None and not os.path.isfile(os.path.join(directory, "config.json")):
@@ -383,7 +382,7 @@ def _check(
         problem = name_problem(directory)
         if problem is not None:
             ported.notes[REFUSED].append(f"{problem}.")
-    verdict = check(ported.flags, ported.placement.ranks, sizes, gpu_memory)
+    verdict = check(ported.flags, placement.ranks, sizes, gpu_memory)
     for flag, message in verdict.no_ops.items():
         option = OPTION_OF.get(flag)
         for spelling in [word for word in ported.flags if OPTION_OF.get(word) is option]:
