@@ -9,8 +9,8 @@
     slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch
     slime-tis recommend RUN_OR_DUMP          prints the correction that the study recommends for it
 
-A command line is read and checked before torch, transformers and Megatron-core are imported, which
-takes seconds.
+A command line is read and checked before torch, transformers and Megatron-core are imported,
+because these imports take seconds.
 """
 
 import argparse
@@ -35,9 +35,18 @@ TRAINING_COMMANDS = ("demo", "port", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status: 2 if it is refused, 130 after Ctrl-C."""
+    """Runs a command.
+
+    Args:
+        argv: The words after `slime-tis`; None takes this process's.
+
+    Returns:
+        The exit status: 1 after an error, 2 if the command is refused, 130 after Ctrl-C.
+    """
     owns_process = argv is None
-    argv = _own_command_line() if argv is None else list(argv)
+    if argv is None:
+        argv = _own_command_line()
+    argv = list(argv)
     if argv[:1] == ["train"]:
         return train(argv[1:], prog="slime-tis train", owns_process=owns_process)
     protect_output(keep_running=False)
@@ -46,20 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         parser.print_help()
         return 0
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # Ctrl-C removes unfinished files
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        # So that Ctrl-C raises KeyboardInterrupt, which removes unfinished files.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = _run(chosen)
-        sys.stdout.flush()  # a full disk is an error of this command, not of the interpreter's exit
+        # A full disk is an error of this command, not of the interpreter's exit.
+        sys.stdout.flush()
     except ModuleNotFoundError as error:
-        extra = "train" if chosen.command in TRAINING_COMMANDS else "analysis"
-        return _package_is_missing(error, f"slime-tis {chosen.command}", extra)
+        return _package_is_missing(error, f"slime-tis {chosen.command}", _extra(chosen.command))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        place = "" if error.filename is None else f" ({str(error.filename)!r})"
-        print(f"error: {error.strerror or error}{place}", file=sys.stderr)
+        location = ""
+        if error.filename is not None:
+            location = f" ({str(error.filename)!r})"
+        print(f"error: {error.strerror or error}{location}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; unfinished files are removed.", file=sys.stderr)
@@ -67,7 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _extra(command: str) -> str:
+    """Returns the extra of the package that a command needs."""
+    if command in TRAINING_COMMANDS:
+        return "train"
+    return "analysis"
+
+
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line; `plan` and `what-if` keep the flags that train.py takes."""
     chosen, flags = parser.parse_known_args(argv)
     if chosen.command == "plan":
         chosen.flags = flags
@@ -80,23 +100,18 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
 
 
 def _run(chosen: argparse.Namespace) -> int:
+    """Runs a command other than `train`; returns its exit status."""
     if chosen.command == "demo":
         from slime_tis.demo.demo_commands import demo
 
         return demo(chosen.out)
     if chosen.command == "port":
-        from slime_tis.trainer.port.port_command import port_script
-
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
-            sys.stdout.reconfigure(encoding="utf-8")
-        ported = port_script(chosen.script, gpu_memory=chosen.gpu_memory)
-        print(ported.text, end="")
-        if ported.refusals:
-            print("train.py refuses the command:", *ported.refusals, sep="\n  ", file=sys.stderr)
-            return 2
-        return 0
-    elif chosen.command == "plan":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is made on the CPU
+        return _port(chosen)
+    if chosen.command == "diagnose":
+        return _diagnose(chosen)
+    if chosen.command == "plan":
+        # The plan is made on the CPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from slime_tis.trainer.cli.train_arguments import read_layout
         from slime_tis.trainer.memory_plan import plan
 
@@ -107,14 +122,17 @@ def _run(chosen: argparse.Namespace) -> int:
     elif chosen.command == "report":
         from slime_tis.analysis.report.report_commands import report
 
-        if (chosen.path is None) == (chosen.compare is None) or len(chosen.compare or (1, 2)) < 2:
+        if chosen.compare is None:
+            paths = [chosen.path]
+            is_valid = chosen.path is not None
+        else:
+            paths = chosen.compare
+            is_valid = chosen.path is None and len(paths) > 1
+        if not is_valid:
             raise ValueError("error: give one run or dump, or several after --compare.")
-        paths = chosen.compare or [chosen.path]
         text = report(
             paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint
         )
-    elif chosen.command == "diagnose":
-        return _diagnose(chosen)
     elif chosen.command == "recommend":
         from slime_tis.analysis.report.recommend import recommend
 
@@ -125,7 +143,23 @@ def _run(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _port(chosen: argparse.Namespace) -> int:
+    """Runs `slime-tis port`; returns its exit status: 2 if train.py refuses the command."""
+    from slime_tis.trainer.port.port_command import port_script
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The printed script is UTF-8 in every locale.
+        sys.stdout.reconfigure(encoding="utf-8")
+    ported = port_script(chosen.script, gpu_memory=chosen.gpu_memory)
+    print(ported.text, end="")
+    if ported.refusals:
+        print("train.py refuses the command:", *ported.refusals, sep="\n  ", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _diagnose(chosen: argparse.Namespace) -> int:
+    """Runs `slime-tis diagnose`; returns its exit status: 1 if a limit of --fail-on is exceeded."""
     if chosen.demo:
         if (
             chosen.json
@@ -161,6 +195,7 @@ def _diagnose(chosen: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands; `train` is there only for the help."""
     parser = argparse.ArgumentParser(
         prog="slime-tis",
         description="Training with rollout correction, and tools for its analysis.",
@@ -171,8 +206,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, text: str, details: str = "", **options: Any) -> Callable[..., object]:
         """Adds a command; returns the function that adds its arguments."""
-        extra = "train" if name in TRAINING_COMMANDS else "analysis"
-        description = f"{text.capitalize()}{details}. Needs the extra {extra}."
+        description = f"{text.capitalize()}{details}. Needs the extra {_extra(name)}."
         return commands.add_parser(name, help=text, description=description, **options).add_argument
 
     add = command("demo", "train a tiny model for a minute and write a report on its mismatch")
@@ -268,7 +302,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 ASCII = ("ANSI_X3.4-1968", "US-ASCII", "ASCII")
-"""Names of the encoding of the locale C if Python's UTF-8 mode is switched off."""
+"""Encodings of the locale C if Python's UTF-8 mode is off."""
 ASCII_LOCALE = (
     "error: the locale's encoding is ASCII, in which torch cannot read its own files;"
     " set PYTHONUTF8=1 or LC_ALL=C.UTF-8."
@@ -278,13 +312,21 @@ ASCII_LOCALE = (
 def train(
     argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False
 ) -> int:
-    """Checks a command line and runs `slime_tis.trainer.train`; returns the exit status.
+    """Checks a command line and trains.
 
-    `owns_process` says that the process ends with the run, also if argv is given.
+    Args:
+        argv: Flags of train.py; None takes this process's.
+        prog: Name of the program in messages.
+        owns_process: Whether the process ends with the run; always if argv is None.
+
+    Returns:
+        The exit status.
     """
-    owns_process |= argv is None
-    argv = _own_command_line() if argv is None else list(argv)
-    protect_output(keep_running=False)  # for --help
+    if argv is None:
+        owns_process = True
+        argv = _own_command_line()
+    # --help prints before the run protects its output.
+    protect_output(keep_running=False)
     try:
         from slime_tis.trainer.cli.train_arguments import parse_args
 
@@ -334,12 +376,15 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
     if not flags:
         return f"{as_text(what_if(table))}\n{WHAT_IF_ORDER}"
     correction, policy, function, args = read_correction(flags, policy_of(table))
-    chosen = load_custom_tis(function, args) if function else correction
+    chosen: Any = correction
+    if function:
+        chosen = load_custom_tis(function, args)
     changed = replace(table, metadata=dict(table.metadata) | {"policy": asdict(policy)})
+    # For comparison, the first row has no correction and the policy options of the run.
+    rows = list(what_if(table, [RolloutCorrectionConfig()]))
     (row,) = what_if(changed, [chosen], args=args)
-    return as_text(
-        [*what_if(table, [RolloutCorrectionConfig()]), replace(row, flags=" ".join(flags))]
-    )
+    rows.append(replace(row, flags=" ".join(flags)))
+    return as_text(rows)
 
 
 def _own_command_line() -> list[str]:
