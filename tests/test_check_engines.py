@@ -11,9 +11,15 @@ from slime_tis.main import train
 from slime_tis.trainer import check_engines, setup
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from tests.runs import run_here
+from tests.runs import make_task, run_here
 
 generate = LocalEngine.generate
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A task whose runs compare the engines, which `run_here` does only on request."""
+    return [*make_task(tmp_path_factory.mktemp("task")), "--check-engines", "warn"]
 
 
 def plant(monkeypatch, fault):
