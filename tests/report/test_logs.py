@@ -198,13 +198,21 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("write_other", OTHER_FILES.values(), ids=OTHER_FILES)
-@pytest.mark.parametrize("command", ["diagnose", "report", "recommend", "what-if"])
-def test_dumps_win_over_other_files(command, write_other, tmp_path, capsys):
+def test_dumps_win_over_other_files(write_other, tmp_path):
     write(tmp_path / "step_0.parquet", make_table())
     write_other(tmp_path)
-    assert main([command, str(tmp_path)]) == 0
+    assert main(["diagnose", str(tmp_path)]) == 0
     source = open_source(str(tmp_path))
     assert source.table is not None and not source.metrics
+
+
+# A log is the one file that a command could read instead, and a pipe would block it.
+@pytest.mark.parametrize("other", ["a healthy log", "a pipe"])
+@pytest.mark.parametrize("command", ["report", "recommend", "what-if"])
+def test_every_command_reads_dumps_beside_other_files(command, other, tmp_path):
+    write(tmp_path / "step_0.parquet", make_table())
+    OTHER_FILES[other](tmp_path)
+    assert main([command, str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("write_other", list(OTHER_FILES.values())[2:], ids=list(OTHER_FILES)[2:])
