@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_tis.analysis.report.comparison_study import STANDARD
 from slime_tis.analysis.report.student_t import t_quantile
+from studies.collapse.results import Row
+from studies.comparison.columns import accuracy_of, by_case_of, on_policy_of
 from studies.comparison.intervals import LEVEL, Accuracy, is_worse, log_ratios, ratio_of
 
 Floats = NDArray[np.float64]
@@ -113,6 +116,7 @@ def simulated_columns(true_M: Floats, seeds: int, random: np.random.Generator) -
         worse = []
         for method in range(len(true_M)):
             if method == best:
+                # The study does not compare a method with itself either.
                 worse.append(False)
                 continue
             gap = ratio_of(log_Mn[method] - log_Mn[best])
@@ -130,15 +134,27 @@ def simulated_columns(true_M: Floats, seeds: int, random: np.random.Generator) -
     )
 
 
-def standardized_residuals(
-    cells: Iterable[tuple[Accuracy, Accuracy]], seeds: int = max(SEEDS)
-) -> Floats:
-    """Returns the residuals of log-ratios in units of their standard deviation.
+def residuals_of(rows: Iterable[Row]) -> Floats:
+    """Returns standardized residuals of the log-ratios of all methods to on-policy training."""
+    by_case = by_case_of(rows)
+    pairs = []
+    for (scenario, _), by_seed in by_case.items():
+        on_policy = on_policy_of(scenario)
+        if scenario != on_policy:
+            reference = accuracy_of(by_case[on_policy, STANDARD])
+            pairs.append((accuracy_of(by_seed), reference))
+    return standardized_residuals(pairs)
 
-    Cells with fewer than `seeds` seeds are left out: their residuals are bounded by (n − 1)/√n.
+
+def standardized_residuals(
+    pairs: Iterable[tuple[Accuracy, Accuracy]], seeds: int = max(SEEDS)
+) -> Floats:
+    """Returns residuals of log-ratios, divided by their standard deviation in each pair.
+
+    Pairs with fewer than `seeds` common seeds are left out: n residuals cannot exceed (n − 1)/√n.
     """
     residuals = []
-    for accuracy, base in cells:
+    for accuracy, base in pairs:
         values = log_ratios(accuracy, base)
         if len(values) < seeds:
             continue

@@ -25,7 +25,7 @@ from slime_tis.analysis.report.recommend import Mismatch, measured, recommendati
 from slime_tis.analysis.report.student_t import t_probability, t_quantile
 from slime_tis.main import main
 from studies.collapse.cases import Grid
-from studies.comparison.compare import STUDY
+from studies.comparison.columns import STUDY
 
 
 def cell(method: str, gap: float, gap_low: float = 0.0) -> Cell:

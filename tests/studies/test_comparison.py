@@ -4,36 +4,18 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from slime_tis.analysis.report.comparison_study import Conditions
+from slime_tis.analysis.report.comparison_study import MARGIN, Cell, Conditions
 from studies.collapse.cases import Grid
 from studies.collapse.report import begin
 from studies.collapse.results import Row, read_table
-from studies.comparison.compare import (
-    EVIDENCE,
-    PAGES,
-    RULE_DATE,
-    STUDY,
-    SWEEP,
-    Column,
-    answers,
-    columns,
-    comparisons,
-    conditions_of,
-    gap_text,
-    growth,
-    later_seeds,
-    rank_correlation,
-    records,
-    sorting_columns,
-    sweep,
-    table,
-    tables,
-)
+from studies.comparison.columns import STUDY, Column, columns, conditions_of, sorting_columns
+from studies.comparison.compare import EVIDENCE, PAGES, SWEEP, tables
 from studies.comparison.coverage import (
     bootstrap_coverage,
     simulated_columns,
@@ -42,6 +24,16 @@ from studies.comparison.coverage import (
 )
 from studies.comparison.intervals import MIN_ACCURACY, LogRatio, compare, is_worse, ratio_of
 from studies.comparison.marked_numbers import MARKED, filled, values_of
+from studies.comparison.page_tables import (
+    comparisons,
+    gap_text,
+    growth,
+    rank_correlation,
+    records,
+    results,
+    sweep,
+)
+from studies.comparison.rule_tests import RULE_DATE, answers, later_seeds
 
 REFERENCE = {0: 0.8, 1: 0.6, 2: 0.7}
 """Accuracies of the on-policy run by seed."""
@@ -143,9 +135,15 @@ def test_the_largest_mean_of_equal_methods_is_too_large() -> None:
     assert simulated.excess == pytest.approx(1.267 * 0.025 * 6 / 5, rel=0.1)
 
 
+@cache
+def stored_row() -> Row:
+    """The first row of results.csv."""
+    return next(iter(read_table(STUDY.results).values()))
+
+
 def results_of(scenario: str, method: str, *accuracies: float, date: str = "") -> list[Row]:
     """A row per seed, with the other fields of a stored row."""
-    stored = next(iter(read_table(STUDY.results).values()))
+    stored = stored_row()
     rows = []
     for seed, accuracy in enumerate(accuracies):
         row = replace(
@@ -249,7 +247,7 @@ def test_conditions_are_those_of_the_flags(
 
 def test_the_table_has_accuracy_with_gap(two_columns: Sequence[Column]) -> None:
     column, _ = two_columns
-    lines = table([column]).splitlines()
+    lines = results([column]).splitlines()
     assert "| bypass PPO | **0.90** [0.90, 0.90]<br>best |" in lines
     assert "| standard PPO | 0.50 [0.50, 0.50]<br>44 [44, 44]* |" in lines
 
@@ -370,3 +368,66 @@ def test_a_mark_of_a_table_is_no_number() -> None:
 def test_an_unknown_mark_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'stale 3 \| OPSM' names no result"):
         filled("0.5<!-- stale 3 | OPSM -->", {})
+
+
+@pytest.fixture(scope="module")
+def by_name(stored_columns: list[Column]) -> dict[str, Column]:
+    """The columns of results.csv by name."""
+    return {column.name: column for column in stored_columns}
+
+
+def stored_cell(column: Column, method: str) -> Cell:
+    """The cell of a method that ran in the column."""
+    cell = column.cell(method)
+    assert cell is not None
+    return cell
+
+
+def test_pull_with_opsm_have_the_best_records(stored_columns: list[Column]) -> None:
+    lines = records(sorting_columns(stored_columns)).splitlines()[2:]
+    assert lines[0].startswith("| quadratic pull 0.1 |")
+    assert lines[1].startswith("| OPSM |")
+
+
+def test_no_seed_of_the_pull_collapsed(stored_columns: list[Column]) -> None:
+    for column in stored_columns:
+        cell = column.cell("quadratic pull 0.1")
+        assert cell is None or cell.collapsed == 0, column.name
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_no_correction_is_shown_to_help_with_precision(
+    by_name: dict[str, Column], name: str
+) -> None:
+    standard = stored_cell(by_name[name], "standard PPO")
+    assert standard.gap_low <= 0
+    assert standard.gap <= MARGIN
+
+
+def test_eight_methods_are_near_the_best_at_16_steps(by_name: dict[str, Column]) -> None:
+    near = [cell for cell in by_name["stale 16"].cells if cell.gap <= MARGIN]
+    assert len(near) == 8
+    assert stored_cell(by_name["stale 16"], "quadratic pull 0.1").is_worse
+
+
+@pytest.mark.parametrize(
+    "name", ["stale 16", "int4 and stale 16", "experts: stale 16", "agent: stale 16"]
+)
+def test_standard_ppo_collapses_with_old_weights(by_name: dict[str, Column], name: str) -> None:
+    standard = stored_cell(by_name[name], "standard PPO")
+    assert standard.collapsed == standard.seeds
+
+
+def test_bypass_ppo_is_below_others_with_old_int4(by_name: dict[str, Column]) -> None:
+    column = by_name["int4 and stale 16"]
+    bypass = stored_cell(column, "bypass PPO")
+    for method in ("OPSM", "DPPO, TV (prime-rl)", "bypass VESPO", "quadratic pull 0.1"):
+        assert stored_cell(column, method).relative > bypass.relative
+
+
+def test_the_pull_is_best_with_eight_steps(by_name: dict[str, Column]) -> None:
+    assert by_name["eight steps"].cells[0].method == "quadratic pull 0.1"
+
+
+def test_no_seed_collapses_one_step_behind(by_name: dict[str, Column]) -> None:
+    assert sum(cell.collapsed for cell in by_name["stale 2"].cells) == 0

@@ -78,8 +78,10 @@ def measured(
     tokens = float(table.valid.sum() / len(np.unique(table.sample[table.valid])))
     ages = np.zeros(0, np.int32)
     if table.step is not None and table.weight_version is not None:
+        # A version of −1 is unknown.
         has_age = table.valid & (table.weight_version >= 0)
         ages = (table.step[table.sample] - table.weight_version)[has_age]
+    # Dumps of servers have no precision, and other trainers may have other names.
     precision = table.metadata.get("rollout_precision")
     stale_servers = 0.0
     if result.server:
@@ -134,6 +136,7 @@ def _probable_cause(tokens: Tokens, result: Diagnosis, *, is_old: bool) -> str:
     candidates = [finding.cause for finding in result.findings[1:]]
     if candidates and candidates[0] not in COVERED_CAUSES:
         return "unexplained"
+    # Without log-probs of both engines, Δ has no sign.
     tokens = tokens.only(tokens.finite)
     positive = float(tokens.size[tokens.log_ratio > 0].sum() / max(tokens.size.sum(), 1e-12))
     if not MIN_SIGN_SHARE <= positive <= 1 - MIN_SIGN_SHARE:
@@ -153,6 +156,7 @@ def is_negligible(mismatch: Mismatch, columns: Sequence[Column]) -> bool:
 
 def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
     """Returns flags with their reason and evidence, or why the study supports none."""
+    # A fault may make a mismatch of any size, so it is handled before the size.
     is_fault = mismatch.cause not in (*COVERED_CAUSES, "healthy")
     if is_fault:
         return _fault(mismatch, columns)
