@@ -102,12 +102,15 @@ class Rows:
         """Number of rows without the boundary rows."""
         self.padded_len = self.full_rows * width
         """Tokens that the full rows hold; the last row may end after the chunk's last token."""
+        self.block_len = self.padded_len
+        """Tokens that a block holds, with the boundary rows."""
         device = end_S.device
         sequences = end_S.numel()
         start_S = end_S - length_S
         row_starts = torch.arange(0, self.padded_len, width, device=device)
         owner_R = torch.searchsorted(end_S, row_starts, right=True).clamp_max_(sequences - 1)
         if not aligned:
+            self.block_len += sequences * width
             boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(self.full_rows - 1)
             self._boundary_S = boundary_S
             """Full row in which each sequence begins."""
@@ -131,6 +134,16 @@ class Rows:
         if self.aligned:
             return rows
         return torch.cat([rows, rows.index_select(0, self._boundary_S)])
+
+    def join(self, sequences: Sequence[Tensor]) -> Tensor:
+        """As `to_blocks`, of the chunk's sequences [T_i], with one copy of each token."""
+        end = sequences[0].new_zeros(self.block_len - self.tokens)
+        blocks = torch.cat([*sequences, end]).view(-1, self.width)
+        if not self.aligned:
+            # `to_blocks` of the joined tokens would copy the full rows again
+            rows = blocks[: self.full_rows]
+            torch.index_select(rows, 0, self._boundary_S, out=blocks[self.full_rows :])
+        return blocks
 
     def mask_foreign_(self, mask_RK: Tensor) -> Tensor:
         """Clears a mask, in place, at tokens that do not belong to the row's owner.
@@ -226,7 +239,12 @@ class Layout:
         first, last = self._spans[number]
         blocks = {}
         for name, values in self.inputs.items():
-            blocks[name] = rows.to_blocks(self._tokens_of_chunk(values, number))
+            if isinstance(values, Tensor):
+                start = self._starts[first]
+                # to the end of the last row, or of the batch
+                blocks[name] = rows.to_blocks(values[start : start + rows.padded_len])
+            else:
+                blocks[name] = rows.join(values[first:last])
         train = blocks["train_log_probs"]
         rollout = blocks["rollout_log_probs"]
         log_prob_dtype = torch.promote_types(train.dtype, rollout.dtype)
@@ -251,20 +269,6 @@ class Layout:
             sequences=last - first,
             are_densities=are_densities,
         )
-
-    def _tokens_of_chunk(self, values: Sequences, number: int) -> Tensor:
-        """The tokens of a chunk, flat.
-
-        Packed tokens are a view up to the end of the last row or of the batch. Lists become one
-        copy, padded to complete rows.
-        """
-        rows = self._rows[number]
-        first, last = self._spans[number]
-        if isinstance(values, Tensor):
-            start = self._starts[first]
-            return values[start : start + rows.padded_len]
-        padding = values[first].new_zeros(rows.padded_len - rows.tokens)
-        return torch.cat([*values[first:last], padding])
 
     def packed(self) -> dict[str, Tensor]:
         """The inputs as packed [N] tensors, by their names in `correct`."""
@@ -400,16 +404,35 @@ def _layout_of_lists(inputs: Mapping[str, Any], lengths: Sequence[int] | None) -
     lists = dict(inputs)
     lists["rollout_log_probs"] = _with_missing(train, inputs["rollout_log_probs"], device)
     for name, tensors in lists.items():
-        for i, tensor in enumerate(tensors):
-            _check(f"{name}[{i}]", tensor, device, dimensions=1)
-    sequence_lengths = [tensor.numel() for tensor in train]
-    for i, length in enumerate(sequence_lengths):
-        if any(tensors[i].numel() != length for tensors in lists.values()):
-            sizes = ", ".join(f"{name} {tensors[i].numel()}" for name, tensors in lists.items())
-            raise ValueError(
-                f"sequence {i} has these numbers of tokens: {sizes}; pass tensors of one length."
-            )
+        _check_list(name, tensors, device)
+    lengths_of_input = {}
+    for name, tensors in lists.items():
+        lengths_of_input[name] = [tensor.numel() for tensor in tensors]
+    sequence_lengths = lengths_of_input["train_log_probs"]
+    if any(numbers != sequence_lengths for numbers in lengths_of_input.values()):
+        raise ValueError(_different_lengths(lengths_of_input))
     return Layout(lists, sequence_lengths, None, device)
+
+
+def _check_list(name: str, tensors: Sequence[Any], device: torch.device) -> None:
+    """Raises the ValueError of `_check` for the first sequence that has one."""
+    readable_kinds = set()
+    for i, values in enumerate(tensors):
+        kind = None
+        if isinstance(values, Tensor):
+            kind = (values.dtype, values.layout, values.device, values.dim())
+        # `_check` of each of thousands of sequences would take a tenth of the correction's time
+        if kind is None or kind not in readable_kinds:
+            _check(f"{name}[{i}]", values, device, dimensions=1)
+            readable_kinds.add(kind)
+
+
+def _different_lengths(lengths_of_input: Mapping[str, Sequence[int]]) -> str:
+    """The message about the first sequence whose inputs have different lengths."""
+    all_numbers = list(zip(*lengths_of_input.values(), strict=True))
+    i = next(i for i, numbers in enumerate(all_numbers) if len(set(numbers)) > 1)
+    sizes = ", ".join(f"{name} {numbers[i]}" for name, numbers in lengths_of_input.items())
+    return f"sequence {i} has these numbers of tokens: {sizes}; pass tensors of one length."
 
 
 def _with_missing(train: Sequence[Any], rollout: Sequence[Any], device: torch.device) -> list[Any]:
