@@ -341,7 +341,7 @@ def _sequence_sums(
     config: RolloutCorrectionConfig, tokens: list[TokenPass], device: torch.device, ranks: Ranks
 ) -> SequenceSums[Tensor]:
     """Sums over complete sequences, [S], from the passes over all chunks and ranks' slices."""
-    columns = sequence_columns(config)
+    columns: SequenceSums[Any] = sequence_columns(config)
     # a rank without a sequence reduces a table with the same columns as the others
     no_sequence = torch.zeros(0, number_of_columns(columns), dtype=torch.float64, device=device)
     tables = [no_sequence]
@@ -408,13 +408,13 @@ def _take_extremes(tokens: list[TokenPass], statistics: Statistics) -> None:
         return
     # `smallest` has one column if the bounds depend on the advantage, else none
     lowest, highest, weight, *smallest = torch.stack(extremes).unbind(1)
-    mins = named(EXTREMES, statistics.mins.unbind())  # views, so that copy_ writes through
-    maxs = named(EXTREMES, statistics.maxs.unbind())
-    mins.ratio.copy_(lowest.amin())
-    maxs.ratio.copy_(highest.amax())
-    maxs.weight.copy_(weight.amax())
+    mins = statistics.mins.unbind()  # views, so that copy_ writes through
+    maxs = statistics.maxs.unbind()
+    mins[EXTREMES.ratio].copy_(lowest.amin())
+    maxs[EXTREMES.ratio].copy_(highest.amax())
+    maxs[EXTREMES.weight].copy_(weight.amax())
     for values in smallest:
-        mins.weight.copy_(values.amin())
+        mins[EXTREMES.weight].copy_(values.amin())
 
 
 def _finish(

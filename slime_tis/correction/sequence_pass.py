@@ -28,7 +28,6 @@ from slime_tis.correction.sums import (
     PerplexitySums,
     SequenceSums,
     WeightSums,
-    named,
     stacked,
 )
 
@@ -65,8 +64,10 @@ def sequence_pass(
         sums_S: Sums over complete sequences, reduced over context-parallel ranks.
         bounds: Adaptive bounds of the global batch; None if rejection is not adaptive.
     """
-    nonempty_S = (sums_S.valid > 0).to(torch.float64)
-    measured_S = (sums_S.masked_in > sums_S.nonfinite).to(torch.float64)
+    is_nonempty_S = sums_S.valid > 0
+    nonempty_S = is_nonempty_S.to(torch.float64)
+    is_measured_S = sums_S.masked_in > sums_S.nonfinite
+    measured_S = is_measured_S.to(torch.float64)
     weight_S = None
     ratio_S = None
     weights = sums_S.weights
@@ -100,11 +101,11 @@ def sequence_pass(
     if sums_S.catastrophic is not None:
         veto = _counts(sums_S.catastrophic)
     extremes = Extremes(
-        log_ppl_diff=_present(perplexity.log_ppl_diff, measured_S),
-        ratio=_present(ratio_S, nonempty_S),
-        sequence_weight=_present(mean_weight_S, nonempty_S),
-        weight=_present(weight_S, nonempty_S),
-        sequence_log_ratio=_present(sums_S.log_ratio, nonempty_S),
+        log_ppl_diff=_present(perplexity.log_ppl_diff, is_measured_S),
+        ratio=_present(ratio_S, is_nonempty_S),
+        sequence_weight=_present(mean_weight_S, is_nonempty_S),
+        weight=_present(weight_S, is_nonempty_S),
+        sequence_log_ratio=_present(sums_S.log_ratio, is_nonempty_S),
     )
     # amin of no rows is an error: one row of NaN is added, which counts neither as min nor as max
     table = torch.nn.functional.pad(stacked(extremes), (0, 0, 0, 1), value=torch.nan)
@@ -112,9 +113,8 @@ def sequence_pass(
     maxs = table.masked_fill(table.isnan(), -torch.inf).amax(0)
     # exp(Σ Δ) is summed relative to the largest: the plain sum would overflow, or be 0 in a batch
     # whose Σ Δ are all below −700.
-    largest_log_ratio = named(EXTREMES, maxs.unbind()).sequence_log_ratio
-    relative_log_S = sums_S.log_ratio - largest_log_ratio
-    relative_S = torch.where(nonempty_S > 0, relative_log_S, -torch.inf).exp_()
+    relative_log_S = sums_S.log_ratio - maxs[EXTREMES.sequence_log_ratio]
+    relative_S = torch.where(is_nonempty_S, relative_log_S, -torch.inf).exp_()
     bounded_S = sums_S.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     terms_S = BatchSums(
         sequences=nonempty_S,
@@ -254,11 +254,11 @@ def _rejection(
     return accept_S, rejected
 
 
-def _present(x_S: Tensor | None, present_S: Tensor) -> Tensor:
+def _present(x_S: Tensor | None, is_present_S: Tensor) -> Tensor:
     """The values of the present sequences, NaN elsewhere; only NaN without values."""
     if x_S is None:
-        return torch.full_like(present_S, torch.nan)
-    return torch.where(present_S > 0, x_S, torch.nan)
+        return torch.full_like(is_present_S, torch.nan, dtype=torch.float64)
+    return torch.where(is_present_S, x_S, torch.nan)
 
 
 def _counts(tokens_S: Tensor) -> Counts[Tensor]:

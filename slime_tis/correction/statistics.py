@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import dataclass, fields, replace
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,13 +105,13 @@ class Statistics:
     def _sums_relative_to(self, maxs: Tensor) -> Tensor:
         """A copy of the sums, with sequence ratios relative to a larger batch's maximum."""
         sums = self.sums.clone()
-        columns: BatchSums[Tensor] = named(batch_columns(self.config), sums.unbind())
-        own = named(EXTREMES, self.maxs.unbind()).sequence_log_ratio
-        largest = named(EXTREMES, maxs.unbind()).sequence_log_ratio
+        columns = batch_columns(self.config)
+        own = self.maxs[EXTREMES.sequence_log_ratio]
+        largest = maxs[EXTREMES.sequence_log_ratio]
         # The maximum of no sequence is −inf, and −inf − (−inf) is NaN; the sums are 0 then.
         shift = torch.where(own == largest, 0.0, own - largest)
-        columns.sequence_weight.mul_(shift.exp())
-        columns.sequence_weight_squared.mul_((2 * shift).exp())
+        sums[columns.sequence_weight].mul_(shift.exp())
+        sums[columns.sequence_weight_squared].mul_((2 * shift).exp())
         return sums
 
     def batch_norm_factor(self, ranks: Ranks = ONE_RANK) -> Tensor:
@@ -123,13 +124,14 @@ class Statistics:
             float64 scalar; 1 if there is no weight, all weights are 0, or the configuration does
             not normalise.
         """
-        sums: BatchSums[Tensor] = named(batch_columns(self.config), self.sums.unbind())
-        if sums.weights is None or not self.config.tis_batch_normalize:
+        columns = batch_columns(self.config)
+        if columns.weights is None or not self.config.tis_batch_normalize:
             return torch.ones_like(self.sums[0])
-        count = sums.sequences
+        count = self.sums[columns.sequences]
         if self.config.has_token_weights:
-            count = sums.tokens
-        total, count = ranks.over_data(torch.stack([sums.weights.total, count])).unbind()
+            count = self.sums[columns.tokens]
+        total = self.sums[columns.weights.total]
+        total, count = ranks.over_data(torch.stack([total, count])).unbind()
         return usable_mean(total / count)  # 0/0 without a token is NaN, which gives 1
 
     def metrics(self) -> dict[str, float]:
@@ -139,9 +141,9 @@ class Statistics:
             Name to value; empty without a token in the loss mask. Values are never NaN or infinite.
         """
         values = iter(torch.cat([self.sums, self.mins, self.maxs]).tolist())
-        sums = named(batch_columns(self.config), islice(values, len(self.sums)))
-        mins = named(EXTREMES, islice(values, len(self.mins)))
-        maxs = named(EXTREMES, values)
+        sums: BatchSums[Any] = named(batch_columns(self.config), islice(values, len(self.sums)))
+        mins: Extremes[Any] = named(EXTREMES, islice(values, len(self.mins)))
+        maxs: Extremes[Any] = named(EXTREMES, values)
         config = self.config
         metrics: dict[str, float] = {}
         if sums.masked_in_tokens:

@@ -2,6 +2,7 @@
 
 Only the configuration decides which optional parts exist, so a rank without a sequence has the same
 columns as the others. `stacked` converts fields to columns, `named` converts columns to fields.
+`sequence_columns`, `batch_columns` and `EXTREMES` have the number of the column in each field.
 """
 
 from collections.abc import Iterable, Iterator
@@ -189,8 +190,8 @@ def number_of_columns(like: object) -> int:
 
 
 @lru_cache(maxsize=64)
-def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
-    """Optional parts of a sequence's sums under a configuration; the values are placeholders."""
+def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[int]:
+    """The columns of a sequence's sums, with the optional parts of the configuration."""
     weights = None
     if config.has_token_weights:
         weights = _blank(WeightSums)
@@ -199,8 +200,8 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
     criteria = {}
     for criterion in config.rejections:
         if not criterion.uses_log_ratio:
-            criteria[criterion.name] = 0.0
-    return _blank(
+            criteria[criterion.name] = 0
+    columns = _blank(
         SequenceSums,
         weights=weights,
         criteria=criteria,
@@ -209,11 +210,12 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
         trimmed=_present_if(config.rs_second_moment_bound is not None),
         advantage=_present_if(config.signs_bounds),
     )
+    return _numbered(columns)
 
 
 @lru_cache(maxsize=64)
-def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
-    """The optional parts of a batch's sums under a configuration; the values are placeholders."""
+def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[int]:
+    """The columns of a batch's sums, with the optional parts of the configuration."""
     counts = _blank(Counts)
     mean_weights = None
     if config.has_token_weights:
@@ -223,7 +225,7 @@ def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
         rejected[""] = counts
     for criterion in config.rejections:
         rejected[criterion.name] = counts
-    return _blank(
+    columns = _blank(
         BatchSums,
         perplexity=_blank(PerplexitySums),
         weights=_blank(WeightSums) if config.use_tis else None,
@@ -233,23 +235,27 @@ def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
         veto=counts if config.vetoes else None,
         trimmed_tokens=_present_if(config.rs_second_moment_bound is not None),
     )
+    return _numbered(columns)
 
 
 def _blank(cls: type[SumsT], **parts: Any) -> SumsT:
-    """An object with these parts, and 0.0 in all other fields."""
-    zeros = {field.name: 0.0 for field in fields(cls)}  # type: ignore[arg-type]
+    """An object with these parts, and 0 in all other fields."""
+    zeros = {field.name: 0 for field in fields(cls)}  # type: ignore[arg-type]
     return cls(**(zeros | parts))
 
 
-def _present_if(is_on: bool) -> float | None:
+def _present_if(is_on: bool) -> int | None:
     """The placeholder of a column that only some configurations have."""
     if is_on:
-        return 0.0
+        return 0
     return None
 
 
-EXTREMES: Extremes[Any] = _blank(Extremes)
-"""The fields of the extremes, which every configuration has."""
+def _numbered(columns: SumsT) -> SumsT:
+    """The same object with the number of its column in each field."""
+    return named(columns, range(number_of_columns(columns)))
+
+
 _VALUES = (Tensor, float, int)
 
 
@@ -284,3 +290,7 @@ def _filled(node: Any, values: Iterator[Any]) -> Any:
     if isinstance(node, dict):
         return parts
     return type(node)(**parts)
+
+
+EXTREMES: Extremes[int] = _numbered(_blank(Extremes))
+"""The columns of the extremes, which every configuration has."""
