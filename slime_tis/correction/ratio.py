@@ -63,11 +63,14 @@ def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     # `where` and bool tensors do not.
     difference = chunk.train_RK - chunk.rollout_RK
     if chunk.are_densities:
-        finite = difference.abs().lt_(LOG_RATIO_LIMIT).mul_(chunk.mask_RK)
+        size = difference.abs()
+        limit = LOG_RATIO_LIMIT
     else:
         # `maximum` is NaN if one of both is NaN, and NaN is not below the limit
-        larger = torch.maximum(chunk.train_RK.abs(), chunk.rollout_RK.abs())
-        finite = larger.lt_(LOG_PROB_LIMIT).mul_(chunk.mask_RK)
+        size = chunk.train_RK.abs()
+        torch.maximum(size, chunk.rollout_RK.abs(), out=size)
+        limit = LOG_PROB_LIMIT
+    finite = size.lt_(limit).mul_(chunk.mask_RK)
     log_ratio = difference.mul_(finite).nan_to_num_(0.0)
     if nonfinite_policy == "raise":
         _raise_nonfinite(chunk, chunk.mask_RK - finite)
@@ -77,8 +80,9 @@ def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     else:
         valid = finite
         nonfinite = None
-    scratch = torch.mul(chunk.train_RK, finite).nan_to_num_(0.0)
-    train = scratch.sum(-1).nan_to_num_(0.0).clamp_(-LARGEST_ROW_SUM, LARGEST_ROW_SUM)
+    scratch = torch.mul(chunk.train_RK, finite)
+    # the products are finite or NaN; `nansum` saves the pass of `nan_to_num` over the block
+    train = scratch.nansum(-1).nan_to_num_(0.0).clamp_(-LARGEST_ROW_SUM, LARGEST_ROW_SUM)
     return Tokens(
         masked_in_RK=chunk.mask_RK,
         valid_RK=valid,
@@ -116,8 +120,8 @@ def within_bound(log_probs: Tensor, other: Tensor) -> Tensor:
 def safe_exp(log_weight: Tensor) -> Tensor:
     """exp(clamp(L, −20, 20)), with a gradient of 0 outside; ±8 in float16.
 
-    All ratios of the library come from here or from `safe_expm1`. exp of a log-ratio above 88
-    overflows float32, and an infinite ratio makes the gradient NaN even if a clip or a mask
+    All ratios of the library come from here or from `bounded_log_ratio`. exp of a log-ratio above
+    88 overflows float32, and an infinite ratio makes the gradient NaN even if a clip or a mask
     multiplies it with 0.
     """
     bound = LOG_RATIO_BOUND
@@ -126,9 +130,9 @@ def safe_exp(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-bound, bound).exp_()
 
 
-def safe_expm1(log_ratio: Tensor) -> Tensor:
-    """ρ − 1 = expm1(clamp(Δ, −20, 20)), with full relative accuracy for any small Δ."""
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1_()
+def bounded_log_ratio(log_ratio: Tensor, out: Tensor) -> Tensor:
+    """clamp(Δ, −20, 20), written to `out`."""
+    return torch.clamp(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=out)
 
 
 def indicator(

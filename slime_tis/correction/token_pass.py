@@ -17,10 +17,10 @@ from slime_tis.correction.modes import LEVELS, Criterion
 from slime_tis.correction.ratio import (
     TOKEN_LEVELS,
     Tokens,
+    bounded_log_ratio,
     indicator,
     log_ratios,
     safe_exp,
-    safe_expm1,
     weight_bounds,
 )
 from slime_tis.correction.rejection import (
@@ -29,7 +29,7 @@ from slime_tis.correction.rejection import (
     clamped_k3_of,
     token_statistic,
 )
-from slime_tis.correction.sums import SequenceSums, WeightSums, named, sequence_columns, stacked
+from slime_tis.correction.sums import SequenceSums, WeightSums, sequence_columns, stacked
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,21 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
         ValueError: if a token is not finite under the "raise" policy.
     """
     tokens = log_ratios(chunk, config.nonfinite_policy)
+    bounded = bounded_log_ratio(tokens.log_ratio_RK, out=tokens.scratch_RK)
+    raw = None
+    if config.has_token_weights:
+        raw = _raw_weight(config, tokens, chunk, bounded)
+    # expm1, not exp − 1, has full relative accuracy for any small Δ. It is summed here, because
+    # the next user of the scratch buffer overwrites it.
+    ratio_minus_1 = bounded.expm1_()
+    ratio_minus_1_R = ratio_minus_1.sum(-1)
+    ratio_minus_1_squared_R = _sum_of_squares(ratio_minus_1)
     weight = tokens.valid_RK
     extremes = None
     weight_sums = None
-    if config.has_token_weights:
-        weight, extremes, weight_sums = _weigh(config, tokens, chunk)
-    ratio_minus_1 = safe_expm1(tokens.log_ratio_RK)
+    if raw is not None:
+        weight, extremes, weight_sums = _weigh(config, tokens, chunk, raw)
+        del raw  # its memory is reused for the next temporary
     rs_accepted, criteria = _apply_criteria(config.rejections, tokens, chunk)
     accepted = rs_accepted
     if config.has_token_weights and config.mode.rejects:
@@ -113,8 +122,8 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
         train=tokens.train_R,
         log_ratio=tokens.log_ratio_RK.sum(-1),
         abs_log_ratio=abs_log_ratio_R,
-        ratio_minus_1=ratio_minus_1.sum(-1),
-        ratio_minus_1_squared=_sum_of_squares(ratio_minus_1),
+        ratio_minus_1=ratio_minus_1_R,
+        ratio_minus_1_squared=ratio_minus_1_squared_R,
         rs_accepted=rs_accepted_R,
         accepted=accepted_R,
         weights=weight_sums,
@@ -142,13 +151,14 @@ def trim(config: RolloutCorrectionConfig, part: TokenPass, limit: Tensor) -> Tok
     beyond_RK = (part.squares_RK >= limit.to(part.squares_RK)) & part.squares_RK.isfinite()
     accepted_RK = part.accepted_RK & ~beyond_RK
     table_S = part.table_S.clone()
-    sums_S: SequenceSums[Tensor] = named(sequence_columns(config), table_S.unbind(1))
-    assert sums_S.trimmed is not None
-    # the sums are views of `table_S`
+    columns = sequence_columns(config)
+    assert columns.trimmed is not None
+    accepted_S = table_S[:, columns.accepted]
     accepted_R = accepted_RK.sum(-1, dtype=torch.float64)
-    sums_S.accepted.zero_().index_add_(0, part.sequence_R, accepted_R)
+    accepted_S.zero_().index_add_(0, part.sequence_R, accepted_R)
+    trimmed_S = table_S[:, columns.trimmed]
     trimmed_R = beyond_RK.sum(-1, dtype=torch.float64)
-    sums_S.trimmed.zero_().index_add_(0, part.sequence_R, trimmed_R)
+    trimmed_S.zero_().index_add_(0, part.sequence_R, trimmed_R)
     return replace(part, accepted_RK=accepted_RK, table_S=table_S)
 
 
@@ -173,14 +183,29 @@ def _apply_criteria(
     return accepted_RK, sums
 
 
+def _raw_weight(
+    config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk, bounded: Tensor
+) -> Tensor:
+    """Weight of every token before the mode; not masked.
+
+    Args:
+        config: The options.
+        tokens: The tokens.
+        chunk: Their chunk.
+        bounded: `bounded_log_ratio` of the tokens.
+    """
+    aggregation = LEVELS[config.tis_level].aggregation
+    if aggregation == "token":
+        return bounded.exp()  # as `safe_exp`, whose clamp would be a second pass over the block
+    return safe_exp(TOKEN_LEVELS[aggregation](tokens, chunk))
+
+
 def _weigh(
-    config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk
+    config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk, raw: Tensor
 ) -> tuple[Tensor, Tensor, WeightSums[Tensor]]:
-    """Weight of every token, the extremes as in `TokenPass`, and row sums."""
+    """Weight of every token, the extremes as in `TokenPass`, and row sums; overwrites `raw`."""
     valid = tokens.valid_RK
     scratch = tokens.scratch_RK
-    log_weight = TOKEN_LEVELS[LEVELS[config.tis_level].aggregation]
-    raw = safe_exp(log_weight(tokens, chunk))
     lowest = torch.div(raw, valid, out=scratch).amin()  # invalid tokens have x/0 = +inf
     raw.mul_(valid)
     lower, upper = weight_bounds(config, chunk.advantage_RK)
