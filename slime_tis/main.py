@@ -24,6 +24,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import slime_tis
+from slime_tis.analysis.report.comparison_study import PRECISION_CLASSES
 from slime_tis.console_output import protect_output
 
 WHAT_IF_ORDER = (
@@ -136,7 +137,7 @@ def _run(chosen: argparse.Namespace) -> int:
     elif chosen.command == "recommend":
         from slime_tis.analysis.report.recommend import recommend
 
-        text = recommend(chosen.path)
+        text = recommend(chosen.path, chosen.rollout_precision)
     else:
         text = what_if_table(chosen.dump, chosen.flags)
     print(text)
@@ -285,6 +286,8 @@ def _parser() -> argparse.ArgumentParser:
         "recommend", "print the correction that the comparison study supports for a mismatch"
     )
     add("path", metavar="RUN_OR_DUMP", help=dumps)
+    precision = "precision of the rollout engine, if the dump does not have it, as with servers"
+    add("--rollout-precision", choices=[*PRECISION_CLASSES], default="", help=precision)
 
     add = command(
         "what-if",

@@ -453,6 +453,23 @@ def test_the_command_recommends_for_a_dump(
     assert "'stale 16'" in text
 
 
+def test_the_command_takes_the_precision_of_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "dump.parquet"
+    write(path, noisy_dump())
+    assert main(["recommend", str(path), "--rollout-precision", "fp8"]) == 0
+    text = capsys.readouterr().out
+    assert "rollout precision fp8" in text
+    assert "'fp8'" in text
+
+
+def test_the_command_refuses_an_unknown_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["recommend", "dump", "--rollout-precision", "fp4"])
+    assert "invalid choice: 'fp4'" in capsys.readouterr().err
+
+
 def test_the_command_refuses_a_missing_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "absent"]) == 2
     assert "absent" in capsys.readouterr().err

@@ -5,7 +5,7 @@ Run or dump → cause, conditions and size of the mismatch → nearest column of
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -248,7 +248,7 @@ def _place(mismatch: Mismatch, column: Column) -> str:
     if mismatch.conditions.precision is None:
         text += (
             f" The rollout engine's precision is unknown; this column has"
-            f" {column.conditions.precision}."
+            f" {column.conditions.precision}. `--rollout-precision` states it."
         )
     return text
 
@@ -312,13 +312,21 @@ def _percent(share: float) -> str:
     return f"{share:.0%}".replace("-", "−")
 
 
-def recommend(path: str) -> str:
+def recommend(path: str, rollout_precision: str = "") -> str:
     """Returns the recommendation for a run or a dump.
+
+    Args:
+        path: Run directory or dump.
+        rollout_precision: Key of `PRECISION_CLASSES` that replaces the precision in the dump; empty
+            for that of the dump.
 
     Raises:
         ValueError: the path has no trained tokens.
     """
     source = open_source(path)
     table = source.tokens()
+    if rollout_precision:
+        metadata = {**table.metadata, "rollout_precision": rollout_precision}
+        table = replace(table, metadata=metadata)
     mismatch = measured(table, diagnose(table, source.metrics), source.options)
     return recommendation(mismatch, study())
