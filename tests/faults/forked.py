@@ -6,8 +6,10 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,22 +22,39 @@ class Outcome:
     error: str
 
     @property
-    def traceback(self):
+    def traceback(self) -> bool:
         """Whether it showed a traceback."""
         return "Traceback (most recent call last)" in self.error + self.output
+
+    @property
+    def messages(self) -> list[str]:
+        """Lines of stderr, without warnings and blank lines."""
+        lines = [line for line in self.error.splitlines() if line.strip()]
+        return [line for line in lines if not line.startswith("warning: ")]
 
 
 class ForkedRun:
     """A run of train.py in a forked process with its own process group."""
 
-    def __init__(self, argv, directory, *, cwd=None, before=int):
-        """Starts the run with its output in `directory`; `before` is called in the child, to limit
-        its resources."""
-        import slime_tis.trainer.training_command  # noqa: F401  before the fork, so that children have it
+    def __init__(
+        self,
+        argv: Sequence[str],
+        directory: Path,
+        *,
+        cwd: Path | None = None,
+        before: Callable[[], Any] = int,
+    ) -> None:
+        """Starts the run with its output in `directory`.
+
+        `before` is called in the child, for example to limit its resources.
+        """
+        # imported before the fork, so that children have it
+        import slime_tis.trainer.training_command  # noqa: F401
         from slime_tis.main import train
 
         directory.mkdir(parents=True, exist_ok=True)
-        self.stdout, self.stderr = directory / "stdout.txt", directory / "stderr.txt"
+        self.stdout = directory / "stdout.txt"
+        self.stderr = directory / "stderr.txt"
         for path in (self.stdout, self.stderr):
             path.touch()  # a child that is killed at once writes none
         self.started = time.monotonic()
@@ -47,16 +66,11 @@ class ForkedRun:
         status = 1
         try:
             os.setpgid(0, 0)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(
-                    number,
-                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
-                )
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for path, descriptor in ((self.stdout, 1), (self.stderr, 2)):
-                os.dup2(
-                    os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644),
-                    descriptor,
-                )
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+                os.dup2(os.open(path, flags, 0o644), descriptor)
             sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8")
             sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8")
             os.chdir(cwd or ".")
@@ -74,32 +88,46 @@ class ForkedRun:
             finally:
                 os._exit(status)
 
-    def kill(self, number=signal.SIGKILL, *, group=False):
+    def kill(self, number: int = signal.SIGKILL, *, group: bool = False) -> None:
         """Sends a signal to the run, or to its whole process group as a terminal does."""
-        (os.killpg if group else os.kill)(self.pid, number)
+        if group:
+            os.killpg(self.pid, number)
+        else:
+            os.kill(self.pid, number)
 
-    def wait(self, timeout):
+    def wait(self, timeout: float) -> Outcome:
         """Waits until the run ends; kills its group after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         pid, code = os.waitpid(self.pid, os.WNOHANG)
         while not pid and time.monotonic() < deadline:
             time.sleep(0.01)
             pid, code = os.waitpid(self.pid, os.WNOHANG)
-        if not pid:
+        status = None
+        if pid:
+            status = os.waitstatus_to_exitcode(code)
+        else:
             os.killpg(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        output, error = (path.read_text(errors="replace") for path in (self.stdout, self.stderr))
         return Outcome(
-            status=os.waitstatus_to_exitcode(code) if pid else None, output=output, error=error
+            status=status,
+            output=self.stdout.read_text(errors="replace"),
+            error=self.stderr.read_text(errors="replace"),
         )
 
 
-def run_forked(argv, directory, *, timeout=60, cwd=None, before=int):
+def run_forked(
+    argv: Sequence[str],
+    directory: Path,
+    *,
+    timeout: float = 60,
+    cwd: Path | None = None,
+    before: Callable[[], Any] = int,
+) -> Outcome:
     """Runs train.py in a forked child until it ends."""
     return ForkedRun(argv, directory, cwd=cwd, before=before).wait(timeout)
 
 
-def group_is_empty(group):
+def group_is_empty(group: int) -> bool:
     """Whether no living process is in a process group."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -111,11 +139,14 @@ def group_is_empty(group):
     return True
 
 
-def check(tried, at_least=1):
-    """Fails with the first failures of a number of tries, by try, or if fewer than `at_least` were
-    made."""
-    failures = {attempt: failure for attempt, failure in tried.items() if failure is not None}
-    assert not failures, (
-        f"{len(failures)} of {len(tried)} failed:\n{dict(list(failures.items())[:20])}"
-    )
-    assert len(tried) >= at_least
+def check(failures: Mapping[str, str | None], at_least: int = 1) -> None:
+    """Fails with the first failures of a number of tries, or if fewer than `at_least` were made.
+
+    Args:
+        failures: What went wrong in each try; None if nothing did.
+        at_least: Fewest tries.
+    """
+    wrong = {name: failure for name, failure in failures.items() if failure is not None}
+    first = dict(list(wrong.items())[:20])
+    assert not wrong, f"{len(wrong)} of {len(failures)} failed:\n{first}"
+    assert len(failures) >= at_least
