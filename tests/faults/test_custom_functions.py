@@ -4,18 +4,21 @@ unchanged training.
 `tests/test_custom.py` and `tests/rollout/test_rewards.py` check every message of the contracts.
 """
 
+from pathlib import Path
+
 import pytest
 
 from slime_tis.trainer import setup
-from tests.faults.forked import run_forked
+from tests.faults.forked import Outcome, run_forked
 from tests.runs import make_task, run_apart
 
 HEAD = (
     "import torch\n\ndef fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks,"
     " **kw):\n    "
 )
-TIS, REWARD = ("--use-tis", "--custom-tis-function-path"), ("--custom-rm-path",)
-GOES_WRONG = {
+TIS = ("--use-tis", "--custom-tis-function-path")
+REWARD = ("--custom-rm-path",)
+GOES_WRONG: dict[str, tuple[tuple[str, ...], str, str]] = {
     # flags, code of a file, part of the message
     "raises deep in torch": (
         TIS,
@@ -50,17 +53,13 @@ GOES_WRONG = {
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return [
-        *make_task(tmp_path_factory.mktemp("task")),
-        "--num-rollout",
-        "1",
-        "--micro-batch-size",
-        "8",
-    ]
+def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    flags = make_task(tmp_path_factory.mktemp("task"))
+    return [*flags, "--num-rollout", "1", "--micro-batch-size", "8"]
 
 
-def _run(task, directory, code, *flags):
+def run_with_function(task: list[str], directory: Path, code: str, *flags: str) -> Outcome:
+    """A run whose user function `fn` has this code; the last flag is that of its path."""
     directory.mkdir(parents=True)
     (directory / "beside.py").write_text("def fail():\n    return {}['x']\n")
     (directory / "mine.py").write_text(code)
@@ -68,18 +67,22 @@ def _run(task, directory, code, *flags):
     return run_forked([*task, *path], directory / "log")
 
 
-def assert_refused(outcome, expected):
+def assert_refused(outcome: Outcome, expected: str) -> None:
     """The run ends with status 2 and one readable line."""
     assert (outcome.status, outcome.traceback) == (2, False), outcome.error[-1500:]
-    (error,) = [line for line in outcome.error.splitlines() if not line.startswith("warning: ")]
-    assert expected in error and len(error) < 900 and error.isprintable()
+    (message,) = outcome.messages
+    assert expected in message
+    assert len(message) < 900 and message.isprintable()
 
 
 @pytest.mark.parametrize(("flags", "code", "expected"), GOES_WRONG.values(), ids=GOES_WRONG)
-def test_a_failure_while_training_is_one_message(flags, code, expected, task, tmp_path):
-    outcome = _run(task, tmp_path / "run", code, *flags)
+def test_a_failure_while_training_is_one_message(
+    flags: tuple[str, ...], code: str, expected: str, task: list[str], tmp_path: Path
+) -> None:
+    outcome = run_with_function(task, tmp_path / "run", code, *flags)
     assert_refused(outcome, expected)
-    assert "fn (" in outcome.error or "beside" in outcome.error  # the function is named
+    # the function that failed is named: the user's own, or its helper's file
+    assert "fn (" in outcome.error or "beside" in outcome.error
 
 
 TIS_PATH = "--custom-tis-function-path"
@@ -95,10 +98,14 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize(("flags", "expected"), UNUSABLE.values(), ids=UNUSABLE)
-def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
-    flags, expected, task, tmp_path, monkeypatch
-):
-    def build(*args, **kwargs):
+def test_an_unusable_function_is_refused_before_the_model(
+    flags: list[str],
+    expected: str,
+    task: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(*args: object, **kwargs: object) -> None:
         raise OSError("a model is being built")
 
     monkeypatch.setattr(setup, "TrainingEngine", build)  # runs are forks of this process
@@ -108,7 +115,7 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
     assert_refused(run_forked(argv, tmp_path / "log", cwd=tmp_path), expected)
 
 
-def test_ranks_that_return_other_metrics_are_refused(task, tmp_path):
+def test_ranks_that_return_other_metrics_are_refused(task: list[str], tmp_path: Path) -> None:
     body = (
         "rank = torch.distributed.get_rank()\n    return pg_loss, loss_masks, {'a': pg_loss} if"
         " rank == 0 else {}\n"

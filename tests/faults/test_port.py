@@ -3,6 +3,10 @@
 import os
 import random
 import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from slime_tis.main import main
 from tests.faults.forked import check
@@ -14,8 +18,7 @@ TRAIN = (
 LONG = 250_000
 """Characters, near the limit of a script: quadratic code would take minutes."""
 
-# (script, message)
-BAD_SCRIPTS = {
+BAD_SCRIPTS: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "has no command that runs train.py"),
     "no training": ("echo hello\n", "has no command that runs train.py"),
     "open quote": ("echo\necho 'a\n" + TRAIN, "(line 2 and what follows it are not understood)"),
@@ -31,6 +34,7 @@ BAD_SCRIPTS = {
     "many sources": ("".join(f"source s{i}.sh\n" for i in range(30)) + TRAIN, "sources more than"),
     "sourced fifo": ("source pipe.sh\n" + TRAIN, "is not a file"),
 }
+"""Script and message."""
 GOOD_SCRIPTS = {
     "sourcing itself": "source run.sh\n" + TRAIN,
     "substitutions": (
@@ -61,7 +65,7 @@ GOOD_SCRIPTS = {
 }
 
 
-def mutations(seed, count):
+def mutations(seed: int, count: int) -> Iterator[str]:
     """A script with letters deleted, and replaced by characters with a meaning for a shell."""
     text = (
         'DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"\nsource "${DIR}/a.sh"\n'
@@ -77,9 +81,17 @@ def mutations(seed, count):
         yield "".join(letters)
 
 
-def try_script(text, folder, capsys, statuses, message=""):
-    """What went wrong in porting a script; None where it was ported, or refused in one message."""
-    (folder / "run.sh").write_bytes(text if isinstance(text, bytes) else text.encode())
+def failure_of(
+    text: str | bytes,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    statuses: tuple[int, ...],
+    message: str = "",
+) -> str | None:
+    """What went wrong in porting a script; None if it was ported, or refused in one message."""
+    if isinstance(text, str):
+        text = text.encode()
+    (folder / "run.sh").write_bytes(text)
     status = main(["port", "run.sh"])
     captured = capsys.readouterr()
     if (folder / "RUN").exists():
@@ -90,39 +102,56 @@ def try_script(text, folder, capsys, statuses, message=""):
         are_comments = all(line.startswith("#") for line in captured.out.splitlines())
         is_one_message = 0 < len(captured.err) < 1000 and are_comments and message in captured.err
         return None if is_one_message else f"said {captured.err[:200]!r}"
-    return harmful(captured.out)
+    return harm_of(captured.out)
 
 
-def harmful(printed):
-    """Whether running what was printed would do anything but start one command with these words."""
-    lines = [
-        line for line in printed.replace(" \\\n", " ").splitlines() if not line.startswith("#")
-    ]
+def harm_of(printed: str) -> str | None:
+    """What running the printed text would do besides starting torchrun; None if nothing."""
+    joined = printed.replace(" \\\n", " ").splitlines()
+    lines = [line for line in joined if not line.startswith("#")]
     if len(lines) != 1 or not lines[0].startswith("torchrun "):
         return f"printed {len(lines)} commands: {lines[:3]!r}"
     if any(not (letter.isprintable() or letter == "\n") for letter in printed):
         return "printed control characters"
     quoted = re.compile(r"'[^']*'|\\.|\"(?:\\.|[^\"\\])*\"")
-    inside = "".join(
-        part for part in quoted.findall(lines[0]) if part[0] == '"'
-    )  # where bash still runs $(…)
-    if re.search(r"[;|&<>()`]", quoted.sub("", lines[0])) or re.search(
-        r"\$\(|`", re.sub(r"\\.", "", inside)
-    ):
+    # bash still runs $(…) within double quotes
+    double_quoted = [part for part in quoted.findall(lines[0]) if part[0] == '"']
+    unescaped = re.sub(r"\\.", "", "".join(double_quoted))
+    runs_substitution = re.search(r"\$\(|`", unescaped)
+    if re.search(r"[;|&<>()`]", quoted.sub("", lines[0])) or runs_substitution:
         return f"printed code: {lines[0][:300]!r}"
     return None
 
 
-def test_scripts(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a pipe and short scripts that others read."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.sh")
     for number in range(30):
         (tmp_path / f"s{number}.sh").write_text("X=1\n")
-    tried = {
-        name: try_script(text, tmp_path, capsys, (2,), message)
-        for name, (text, message) in BAD_SCRIPTS.items()
-    }
-    tried |= {name: try_script(text, tmp_path, capsys, (0,)) for name, text in GOOD_SCRIPTS.items()}
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", BAD_SCRIPTS)
+def test_a_bad_script_is_one_message(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, message = BAD_SCRIPTS[name]
+    assert failure_of(text, folder, capsys, (2,), message) is None
+
+
+@pytest.mark.parametrize("name", GOOD_SCRIPTS)
+def test_a_hostile_script_becomes_one_harmless_command(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failure_of(GOOD_SCRIPTS[name], folder, capsys, (0,)) is None
+
+
+def test_mutated_scripts_are_harmless_or_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {}
     for number, text in enumerate(mutations(seed=7, count=300)):
-        tried[f"mutation {number}"] = try_script(text, tmp_path, capsys, (0, 2))
-    check(tried, at_least=300)
+        failures[f"mutation {number}"] = failure_of(text, folder, capsys, (0, 2))
+    check(failures, at_least=300)

@@ -7,9 +7,12 @@ then come from, and once alone, where the request ends with a message.
 
 import base64
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,6 +20,7 @@ import pytest
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
+from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import check
 from tests.faults.hostile import (
@@ -26,6 +30,7 @@ from tests.faults.hostile import (
     KEY,
     PROTOCOL,
     STEERING,
+    Hostile,
     hostiles,
     http,
     nested,
@@ -37,28 +42,33 @@ SAMPLING = Sampling(max_response_len=12, n_samples=2)
 PROMPTS = LATE[:2]
 SPOILED = {**GENERATE, **PROTOCOL, **ERRORS}
 LONGEST_MESSAGE = 1500
+"""Characters."""
 MEMORY = 300 << 20
-SECONDS = 10.0
-ECHOES = [
-    part
-    for key in (KEY, ADMIN_KEY)
-    for part in (key, base64.b64encode(key.encode()).decode().rstrip("="))
-]
+"""Bytes by which a try may increase the peak."""
+ECHOES: list[str] = []
+"""The keys, and their base64."""
+for key in (KEY, ADMIN_KEY):
+    ECHOES += [key, base64.b64encode(key.encode()).decode().rstrip("=")]
+
+Spoil = Callable[[Any], Any]
+"""Makes a hostile answer from the good one."""
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture(autouse=True)
-def keys(monkeypatch):
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_API_KEY", KEY)
     monkeypatch.setenv("SGLANG_ADMIN_API_KEY", ADMIN_KEY)
 
 
 @contextmanager
-def engine_on(servers, checkpoint, **options):
+def engine_on(
+    servers: Sequence[Hostile], checkpoint: Path, **options: Any
+) -> Iterator[SGLangEngine]:
     config = {
         "sglang_url": tuple(server.url for server in servers),
         "sglang_request_timeout": 5.0,
@@ -71,10 +81,12 @@ def engine_on(servers, checkpoint, **options):
         engine.close()
 
 
-def seen_in(text):
-    """What a message or a log must not show, if it does."""
-    if any(part[start : start + 8] in text for part in ECHOES for start in range(len(part) - 7)):
-        return f"shows a key: {text!r}"
+def exposure(text: str) -> str | None:
+    """What a message or a log shows that it must not; None if nothing."""
+    for echo in ECHOES:
+        # eight characters of a key are enough to recognize it
+        if any(echo[start : start + 8] in text for start in range(len(echo) - 7)):
+            return f"shows a key: {text!r}"
     if not text.replace("\n", "").isprintable():
         return f"steers the terminal: {text!r}"
     return None
@@ -86,101 +98,99 @@ class Peak:
 
     before: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
         self.before = self._most()
 
-    def grown(self):
+    def growth(self) -> int:
         return self._most() - self.before
 
     @staticmethod
-    def _most():
+    def _most() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def judged(work, caplog):
-    """What went wrong in a try: by its own judgement, or in time, memory, or what was logged."""
+def failure_of(attempt: Callable[[], str | None], caplog: pytest.LogCaptureFixture) -> str | None:
+    """What went wrong in a try: what it returns or raises, its memory, or what was logged."""
     caplog.clear()
-    peak, began = Peak(), time.monotonic()
+    peak = Peak()
     try:
-        failure = work()
+        failure = attempt()
     except Exception as error:
         failure = f"{type(error).__name__}: {str(error)[:200]}"
-    if time.monotonic() - began > SECONDS:
-        failure = failure or f"took {time.monotonic() - began:.1f} s"
-    if peak.grown() > MEMORY:
-        failure = failure or f"took {peak.grown() >> 20} MB"
-    return failure or next(
-        filter(None, (seen_in(record.getMessage()) for record in caplog.records)), None
-    )
+    if peak.growth() > MEMORY:
+        failure = failure or f"took {peak.growth() >> 20} MB"
+    for record in caplog.records:
+        failure = failure or exposure(record.getMessage())
+    return failure
 
 
-def lost(engine, url, work):
-    """Whether work ends with RolloutUnavailable and a message that one can read."""
+def failure_of_loss(engine: SGLangEngine, url: str) -> str | None:
+    """What is wrong with the end of a rollout without servers; None if the message is good."""
     try:
-        work()
+        engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0)
     except RolloutUnavailable as error:
         message = str(error)
     else:
         return "was believed"
-    if (
-        url not in message
-        or "\n" in message
-        or len(message) > LONGEST_MESSAGE
-        or not message.endswith(".")
-    ):
+    is_one_line = "\n" not in message and message.endswith(".")
+    if url not in message or not is_one_line or len(message) > LONGEST_MESSAGE:
         return f"ended with {message!r}"
-    return seen_in(message)
+    return exposure(message)
 
 
-def test_hostile_answers_are_asked_for_elsewhere(checkpoint, caplog):
-    tried = {}
+def wait_for_servers(engine: SGLangEngine, count: int) -> None:
+    while engine.metrics()["rollout/sglang_live_servers"] < count:
+        time.sleep(0.001)
+
+
+def test_hostile_answers_are_asked_for_elsewhere(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = {}
     with hostiles(2) as both, engine_on(both, checkpoint, sglang_max_retries=20) as engine:
-        hostile = both[0]
-        counted = dict.fromkeys(GENERATE, 1) | dict.fromkeys({**PROTOCOL, **ERRORS}, 0)
 
-        def ask(name, spoil):
-            while engine.metrics()["rollout/sglang_live_servers"] < 2:
-                time.sleep(0.001)
+        def ask(name: str, spoil: Spoil) -> str | None:
+            wait_for_servers(engine, 2)
             before = engine.metrics()
-            hostile.faults.append(spoil)
+            both[0].faults.append(spoil)
             assert_exact(engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS, SAMPLING)
             after = engine.metrics()
-            retries, malformed = (
-                after[f"rollout/sglang_{count}"] - before[f"rollout/sglang_{count}"]
-                for count in ("retries", "malformed_responses")
-            )
-            done = (
-                retries >= 1 and malformed == counted[name]
-            )  # a busy machine may take the server for a dead one, too
-            return None if done else f"{retries} retries, {malformed} malformed"
+            changes = {}
+            for count in ("retries", "malformed_responses"):
+                metric = f"rollout/sglang_{count}"
+                changes[count] = after[metric] - before[metric]
+            # protocol errors and refusals are no answers, and not counted as malformed ones
+            expected_malformed = 1 if name in GENERATE else 0
+            # a busy machine may take the server for a dead one, which is another retry
+            is_retried = changes["retries"] >= 1
+            if is_retried and changes["malformed_responses"] == expected_malformed:
+                return None
+            return str(changes)
 
         for name, spoil in SPOILED.items():
-            tried[name] = judged(lambda n=name, s=spoil: ask(n, s), caplog)
-    check(tried)
+            failures[name] = failure_of(partial(ask, name, spoil), caplog)
+    check(failures)
 
 
-def test_a_hostile_server_alone_ends_in_a_message(checkpoint, caplog):
-    tried = {}
+def test_a_hostile_server_alone_ends_in_a_message(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = {}
     with hostiles(1) as (server,), engine_on([server], checkpoint, sglang_max_retries=0) as engine:
 
-        def ask(spoil):
-            while engine.metrics()["rollout/sglang_live_servers"] < 1:
-                time.sleep(0.001)
+        def ask(spoil: Spoil) -> str | None:
+            wait_for_servers(engine, 1)
             server.faults.append(spoil)
-            return lost(
-                engine,
-                server.url,
-                lambda: engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0),
-            )
+            return failure_of_loss(engine, server.url)
 
         for name, spoil in SPOILED.items():
-            tried[name] = judged(lambda s=spoil: ask(s), caplog)
-    check(tried)
+            failures[name] = failure_of(partial(ask, spoil), caplog)
+    check(failures)
 
 
-INFO = {
+SERVER_INFO: dict[str, tuple[str, Spoil]] = {
     "a bomb": ("/server_info", GENERATE["gzip bomb"]),
     "nested arrays": ("/server_info", lambda good: nested(100_000)),
     "a number of 5,000 digits": ("/server_info", lambda good: '{"tp_size": ' + "9" * 5000 + "}"),
@@ -194,49 +204,71 @@ INFO = {
     "a negative version": ("/model_info", lambda good: {**good, "weight_version": "-3"}),
     "an error with the key": ("/model_info", ERRORS["an error with the key"]),
     "an error that steers": ("/health", ERRORS["an error that steers the terminal"]),
-    "a router's bomb": ("/workers", GENERATE["gzip bomb"]),
-    "a router's nested arrays": ("/workers", lambda good: nested(100_000)),
-    "a router's URL with the key": (
-        "/workers",
-        lambda good: {"workers": [{"url": f"http://127.0.0.1:1/{KEY}?k={KEY}"}]},
-    ),
-    "a router's error with the key": ("/workers", ERRORS["an error with the key"]),
+}
+"""Path and answer of a server about itself."""
+
+ROUTER_INFO: dict[str, Spoil] = {
+    "a router's bomb": GENERATE["gzip bomb"],
+    "a router's nested arrays": lambda good: nested(100_000),
+    "a router's URL with the key": lambda good: {
+        "workers": [{"url": f"http://127.0.0.1:1/{KEY}?k={KEY}"}]
+    },
+    "a router's error with the key": ERRORS["an error with the key"],
 }
 
 
-def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(checkpoint, caplog):
-    tried = {}
+def failure_of_start(
+    server: Hostile, checkpoint: Path, *, names_server: bool, **options: Any
+) -> str | None:
+    """What is wrong with how an engine refuses to start; None if the message is good."""
+    try:
+        with engine_on([server], checkpoint, sglang_startup_timeout=0.3, **options):
+            return "was believed"
+    except (ValueError, RolloutUnavailable) as error:
+        message = str(error)
+    if names_server and server.url not in message:
+        return message
+    return exposure(message)
 
-    def start(path, spoil):
+
+def test_what_a_hostile_server_says_of_itself_is_refused(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = {}
+
+    def start(path: str, spoil: Spoil) -> str | None:
         with hostiles(1) as (server,):
-            server.workers, server.answers[path] = [server], spoil
-            where = urlsplit(server.url)
+            server.answers[path] = spoil
+            return failure_of_start(server, checkpoint, names_server=True)
+
+    for name, (path, spoil) in SERVER_INFO.items():
+        failures[name] = failure_of(partial(start, path, spoil), caplog)
+    check(failures)
+
+
+def test_what_a_hostile_router_says_of_servers_is_refused(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = {}
+
+    def start(spoil: Spoil) -> str | None:
+        with hostiles(1) as (server,):
+            server.workers = [server]
+            server.answers["/workers"] = spoil
+            address = urlsplit(server.url)
             router = {
                 "sglang_url": None,
-                "sglang_router_ip": where.hostname,
-                "sglang_router_port": where.port,
+                "sglang_router_ip": address.hostname,
+                "sglang_router_port": address.port,
             }
-            try:
-                with engine_on(
-                    [server],
-                    checkpoint,
-                    sglang_startup_timeout=0.3,
-                    **router if path == "/workers" else {},
-                ):
-                    return "was believed"
-            except (ValueError, RolloutUnavailable) as error:
-                return (
-                    seen_in(str(error))
-                    if path == "/workers" or server.url in str(error)
-                    else str(error)
-                )
+            return failure_of_start(server, checkpoint, names_server=False, **router)
 
-    for name, (path, spoil) in INFO.items():
-        tried[name] = judged(lambda p=path, s=spoil: start(p, s), caplog)
-    check(tried)
+    for name, spoil in ROUTER_INFO.items():
+        failures[name] = failure_of(partial(start, spoil), caplog)
+    check(failures)
 
 
-UPDATES = {
+UPDATES: dict[str, tuple[str, Spoil]] = {
     "the key in a refusal": (
         "/update_weights_from_disk",
         lambda good: http(KEY.encode(), status="400 X"),
@@ -257,10 +289,13 @@ UPDATES = {
 }
 
 
-def test_updates_that_hostile_servers_spoil(checkpoint, caplog):
-    tried = {}
+def test_updates_that_hostile_servers_spoil(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hostile server is not used any more, which is logged; the other one is."""
+    failures = {}
 
-    def update(path, spoil):
+    def update(path: str, spoil: Spoil) -> str | None:
         with hostiles(2) as both, engine_on(both, checkpoint, sglang_weight_sync="disk") as engine:
             both[0].answers[path] = spoil
             engine.update_weights(Weights(), 1)
@@ -268,10 +303,10 @@ def test_updates_that_hostile_servers_spoil(checkpoint, caplog):
                 return "was believed"
             groups = engine.generate(PROMPTS, SAMPLING, seed=0)
             assert_exact(groups, PROMPTS, SAMPLING)
-            if not [record for record in caplog.records if both[0].url in record.getMessage()]:
+            if both[0].url not in caplog.text:
                 return "was not logged"
             return None
 
     for name, (path, spoil) in UPDATES.items():
-        tried[name] = judged(lambda p=path, s=spoil: update(p, s), caplog)
-    check(tried)
+        failures[name] = failure_of(partial(update, path, spoil), caplog)
+    check(failures)

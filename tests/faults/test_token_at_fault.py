@@ -1,6 +1,7 @@
 """A non-finite gradient is explained by the token where it begins, in runs of train.py."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -18,13 +19,13 @@ def finite_gradient(args, batch, logits, sum_of_sample_mean):
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     directory = tmp_path_factory.mktemp("task")
     (directory / "loss.py").write_text(LOSS)
     return [*make_task(directory), "--loss-type", "custom_loss", "--custom-loss-function-path"]
 
 
-def test_the_message_names_token_sample_prompt(flags, tmp_path):
+def test_the_message_names_token_sample_prompt(flags: list[str], tmp_path: Path) -> None:
     path = flags[1].replace("model", "loss.py")
     ended = run_apart([*flags, f"{path}:nan_gradient", "--num-rollout", "1"], tmp_path / "run")
     assert ended.returncode == 1
@@ -37,7 +38,7 @@ def test_the_message_names_token_sample_prompt(flags, tmp_path):
     assert "the gradient of step 1 is not finite; the step was not made" in ended.stderr
 
 
-def test_a_finite_loss_of_a_user_is_trained(flags, tmp_path):
+def test_a_finite_loss_of_a_user_is_trained(flags: list[str], tmp_path: Path) -> None:
     path = flags[1].replace("model", "loss.py")
     ended = run_apart([*flags, f"{path}:finite_gradient", "--num-rollout", "1"], tmp_path / "run")
     assert ended.returncode == 0, ended.stderr
