@@ -422,17 +422,9 @@ def ms_swift(correction: RolloutCorrectionConfig) -> Loss:
             or trainer.disable_rollout_importance_sampling
         ):
             return None, None
-        # With advantages of 1, the corrected advantages are the weights.
-        batch = corrected(
-            correction,
-            log_probs=old,
-            old=old,
-            rollout=rollout,
-            advantages=torch.ones_like(old),
-            mask=mask,
-        )
-        log_ratio = torch.where(batch.correction.mask, old - rollout, 0.0)
-        return log_ratio, batch.advantages
+        weights, accepted = _weights_and_mask(correction, old, rollout, mask)
+        log_ratio = torch.where(accepted, old - rollout, 0.0)
+        return log_ratio, weights
 
     return method
 
@@ -455,28 +447,44 @@ def open_instruct(result: Callable[..., Any], correction: RolloutCorrectionConfi
     ) -> Any:
         # open-instruct writes 1.0 for a missing log-prob.
         rollout = torch.where(vllm_logprobs > 0, torch.nan, vllm_logprobs)
-        # With advantages of 1, the corrected advantages are the weights.
-        batch = corrected(
-            correction,
-            log_probs=old_logprob,
-            old=old_logprob,
-            rollout=rollout,
-            advantages=torch.ones_like(old_logprob),
-            mask=response_mask,
-        )
-        accepted = batch.correction.mask
+        weights, accepted = _weights_and_mask(correction, old_logprob, rollout, response_mask)
         rejected = (response_mask > 0) & ~accepted
         metrics = {
             "val/rho_drop_frac": rejected.float(),
-            "val/rho_weight": batch.advantages.float(),
+            "val/rho_weight": weights.float(),
         }
         counted = accepted & is_log_prob(old_logprob) & is_log_prob(rollout)
         ratios = safe_exp((old_logprob - rollout)[counted]).float()
-        return result(
-            weights=batch.advantages, metrics=metrics, histogram_metrics={"val/rho_hist": ratios}
-        )
+        return result(weights=weights, metrics=metrics, histogram_metrics={"val/rho_hist": ratios})
 
     return rho_correction
+
+
+def _weights_and_mask(
+    correction: RolloutCorrectionConfig, old: Tensor, rollout: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The factors of a loss that the framework weights itself, and the accepted tokens.
+
+    Args:
+        correction: The options.
+        old: log π_old, [B, T].
+        rollout: log π_rollout, [B, T].
+        mask: Nonzero at trained tokens, [B, T].
+
+    Returns:
+        (weights, accepted): weights [B, T], 0 at rejected tokens and 1 without a correction, and
+        the mask [B, T].
+    """
+    # With advantages of 1, the corrected advantages are the weights.
+    batch = corrected(
+        correction,
+        log_probs=old,
+        old=old,
+        rollout=rollout,
+        advantages=torch.ones_like(old),
+        mask=mask,
+    )
+    return batch.advantages, batch.correction.mask
 
 
 def _mask_or_ones(mask: Tensor | None, log_probs: Tensor) -> Tensor:
