@@ -7,10 +7,11 @@ too, sent as it is.
 import asyncio
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
 
@@ -30,31 +31,37 @@ class Raw:
     """Between two chunks, in seconds."""
 
 
-def http(body, *headers, status="200 OK"):
+def http(body: bytes, *headers: str, status: str = "200 OK") -> Raw:
     lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}"]
     return Raw("\r\n".join(lines).encode(errors="surrogateescape") + b"\r\n\r\n" + body)
 
 
-def endless(chunk, *headers, pause=0.0):
+def endless(chunk: bytes, *headers: str, pause: float = 0.0) -> Raw:
     lines = ["HTTP/1.1 200 OK", "Transfer-Encoding: chunked", *headers]
     framed = f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n"
     return Raw("\r\n".join(lines).encode() + b"\r\n\r\n", repeat(framed), pause)
 
 
+Spoil = Callable[[Any], Any]
+"""Makes a hostile answer from the good one."""
+
+
 class Hostile(FakeSGLang):
     """A server of recorded answers that can send anything at all."""
 
-    def __init__(self, loop):
-        self.answers = {}
-        """What becomes of the good answer of each path, but /generate's, which `faults` has."""
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.answers: dict[str, Spoil] = {}
+        """What becomes of the good answer of each path except /generate, which `faults` has."""
         super().__init__(loop)
 
-    async def _send(self, writer, path, status, content):
+    async def _send(
+        self, writer: asyncio.StreamWriter, path: str, status: int, content: Any
+    ) -> bool:
         if path in self.answers:
             content = self.answers[path](content)
         if not isinstance(content, Raw):
-            text = content if isinstance(content, str) else json.dumps(content)
-            content = http(text.encode(errors="surrogatepass"), status=f"{status} X")
+            body = content if isinstance(content, str) else json.dumps(content)
+            content = http(body.encode(errors="surrogatepass"), status=f"{status} X")
         writer.write(content.head)
         for chunk in content.chunks:
             writer.write(chunk)
@@ -67,10 +74,10 @@ class Hostile(FakeSGLang):
 hostiles = partial(servers_of, Hostile)
 
 
-def edited(edit):
+def edited(edit: Callable[[Any], Any]) -> Spoil:
     """A good answer with something changed in place."""
 
-    def spoil(answer):
+    def spoil(answer: Any) -> Any:
         answer = json.loads(json.dumps(answer))
         edit(answer)
         return answer
@@ -78,33 +85,36 @@ def edited(edit):
     return spoil
 
 
-def meta(**fields):
+def meta(**fields: Any) -> Spoil:
+    """A good answer with other fields of `meta_info`."""
     return edited(lambda answer: answer["meta_info"].update(fields))
 
 
-def text(content):
+def text(content: str) -> Spoil:
     """A body that is not what it should be."""
     return lambda answer: content
 
 
-def spans(*entries):
+def spans(*entries: tuple[str, int, int | None]) -> Spoil:
     """Weight versions as (version, start, end); an end of None is the answer's."""
 
-    def edit(answer):
+    def edit(answer: Any) -> None:
         length = len(answer["output_ids"])
-        answer["meta_info"]["weight_versions"] = [
-            {"version": version, "start": start, "end": length if end is None else end}
-            for version, start, end in entries
-        ]
+        versions = []
+        for version, start, end in entries:
+            if end is None:
+                end = length
+            versions.append({"version": version, "start": start, "end": end})
+        answer["meta_info"]["weight_versions"] = versions
 
     return edited(edit)
 
 
-def nested(depth):
+def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-GENERATE = {
+GENERATE: dict[str, Spoil] = {
     "gzip bomb": lambda answer: http(gzip.compress(bytes(1 << 24)) * 64, "Content-Encoding: gzip"),
     "a good answer, compressed": lambda answer: http(
         gzip.compress(json.dumps(answer).encode()), "Content-Encoding: gzip"
@@ -127,7 +137,7 @@ GENERATE = {
 `tests/rollout/sglang/test_schema.py` has the answers with wrong tokens, log-probs and versions.
 """
 
-PROTOCOL = {
+PROTOCOL: dict[str, Spoil] = {
     "no HTTP": lambda answer: Raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
     "a redirect": lambda answer: http(
         b"", "Location: http://127.0.0.1:1/", status="307 Temporary Redirect"
@@ -146,13 +156,13 @@ PROTOCOL = {
 """Answers that are not HTTP, or an odd one, which are to be asked for elsewhere."""
 
 
-def refusal(words, status="503 X"):
-    return lambda answer: http(
-        words if isinstance(words, bytes) else json.dumps(words).encode(), status=status
-    )
+def refusal(words: Any, status: str = "503 X") -> Spoil:
+    """An error with these bytes, or with JSON."""
+    body = words if isinstance(words, bytes) else json.dumps(words).encode()
+    return lambda answer: http(body, status=status)
 
 
-ERRORS = {
+ERRORS: dict[str, Spoil] = {
     "an error with the key": refusal({"error": {"message": f"bad key {KEY}"}}),
     "an error with the key across the cut": refusal({"message": "x" * 390 + KEY}),
     "an error with the key in quotes": refusal(

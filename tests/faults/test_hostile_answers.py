@@ -29,7 +29,7 @@ from slime_tis.trainer.rewards import symbolic
 from slime_tis.trainer.rewards.remote_reward import RewardServer
 from slime_tis.trainer.rewards.rewards import build_reward
 from tests.checkpoints import make_checkpoint
-from tests.faults.hostile import Hostile, Raw, hostiles, http
+from tests.faults.hostile import Hostile, Raw, Spoil, hostiles, http
 from tests.rollout.sglang.fake_sglang import recorded
 from tests.rollout.sglang.rollouts import LATE, Weights, make_engine
 from tests.samples import make_sample
@@ -73,6 +73,11 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 def server() -> Iterator[Hostile]:
     with hostiles(1) as (one,):
         yield one
+
+
+def sent(body: bytes) -> Spoil:
+    """Sends this body instead of a good answer."""
+    return lambda good: http(body)
 
 
 def reward_server(server: Hostile) -> RewardServer:
@@ -134,7 +139,7 @@ def test_mutated_rewards_are_numbers_or_one_message(server: Hostile) -> None:
     asked = 0
     for _ in range(150):
         body = mutated(b'{"score": 0.5, "format": 1.0, "note": "a text"}', chance)
-        server.answers["/reward"] = lambda good, body=body: http(body)
+        server.answers["/reward"] = sent(body)
         try:
             reward_server(server).ask([{"response": "a"}])
         except RolloutUnavailable as error:

@@ -31,6 +31,7 @@ from tests.faults.hostile import (
     PROTOCOL,
     STEERING,
     Hostile,
+    Spoil,
     hostiles,
     http,
     nested,
@@ -49,9 +50,6 @@ ECHOES: list[str] = []
 """The keys, and their base64."""
 for key in (KEY, ADMIN_KEY):
     ECHOES += [key, base64.b64encode(key.encode()).decode().rstrip("=")]
-
-Spoil = Callable[[Any], Any]
-"""Makes a hostile answer from the good one."""
 
 
 @pytest.fixture(scope="module")

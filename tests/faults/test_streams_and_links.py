@@ -7,8 +7,10 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,19 +35,26 @@ PARTIALS = (
 )
 
 
-def broken_pipe():
+def broken_pipe() -> int:
+    """A descriptor for writing whose reader has gone."""
     reader, writer = os.pipe()
     os.close(reader)
     return writer
 
 
-def full_device():
+def full_device() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
-def close_stdout():
+def close_stdout() -> None:
     sys.stdout.close()
-    sys.stdout = None  # as the interpreter does after >&-
+    sys.stdout = None  # type: ignore[assignment]  # as the interpreter does after >&-
+
+
+def break_both_streams() -> None:
+    """As in `python train.py 2>&1 | head`."""
+    os.dup2(broken_pipe(), 1)
+    os.dup2(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +63,13 @@ def close_stdout():
         (lambda: os.dup2(broken_pipe(), 1), 1),
         (lambda: os.dup2(full_device(), 1), 1),
         (close_stdout, 0),
-        (lambda: (os.dup2(broken_pipe(), 1), os.dup2(1, 2)), 0),
+        (break_both_streams, 0),
     ],
     ids=["broken pipe", "full disk", "closed", "broken pipe 2>&1"],
 )
-def test_a_run_survives_its_console(break_streams, warnings, task, tmp_path):
+def test_a_run_survives_its_console(
+    break_streams: Callable[[], Any], warnings: int, task: list[str], tmp_path: Path
+) -> None:
     argv = [*task, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
     outcome = run_forked(argv, tmp_path / "log", before=break_streams)
     assert (outcome.status, outcome.traceback) == (0, False), outcome.error
@@ -68,7 +79,7 @@ def test_a_run_survives_its_console(break_streams, warnings, task, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run(task, tmp_path_factory):
+def run(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with dumps and a report, in a directory with links to the files `victims/0`,
     `victims/1` and so on."""
     run = tmp_path_factory.mktemp("linked") / "run"
@@ -78,19 +89,19 @@ def run(task, tmp_path_factory):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (victims / str(place)).write_text("thesis")
         (run / name).symlink_to(victims / str(place))
-    outcome = run_forked(
-        [*task, "--dump-details", str(run / "dump"), "--output-dir", str(run)], run.parent / "log"
-    )
+    flags = [*task, "--dump-details", str(run / "dump"), "--output-dir", str(run)]
+    outcome = run_forked(flags, run.parent / "log")
     assert outcome.status == 0, outcome.error
     assert main(["report", str(run)]) == 0
     for name in PARTIALS:
-        written = (run / name).with_name(Path(name).name.removeprefix(".").removesuffix(".partial"))
+        complete_name = Path(name).name.removeprefix(".").removesuffix(".partial")
+        written = (run / name).with_name(complete_name)
         assert written.is_file() and not written.is_symlink()
     return run
 
 
 @pytest.mark.parametrize("place", range(len(PARTIALS)), ids=PARTIALS)
-def test_a_link_at_a_partial_file_is_not_followed(place, run):
+def test_a_link_at_a_partial_file_is_not_followed(place: int, run: Path) -> None:
     assert (run.parent / "victims" / str(place)).read_text() == "thesis"
 
 
@@ -107,15 +118,15 @@ while True:
 """
 
 
-def write_text(path):
+def write_text(path: Path) -> None:
     write_atomically(path, "new\n")
 
 
-def write_table(path):
+def write_table(path: Path) -> None:
     write(path, full_table())
 
 
-def write_samples(path):
+def write_samples(path: Path) -> None:
     save_samples(path, [[]])
 
 
@@ -128,7 +139,9 @@ def write_samples(path):
         ("0.jsonl", 200, write_samples),
     ],
 )
-def test_a_link_swapped_in_during_a_write_is_not_followed(name, writes, write_file, tmp_path):
+def test_a_link_swapped_in_during_a_write_is_not_followed(
+    name: str, writes: int, write_file: Callable[[Path], None], tmp_path: Path
+) -> None:
     path = tmp_path / name
     victim = tmp_path / "victim"
     victim.write_text("thesis")
@@ -137,7 +150,8 @@ def test_a_link_swapped_in_during_a_write_is_not_followed(name, writes, write_fi
         stdout=subprocess.PIPE,
     )
     assert attacker.stdout is not None and attacker.stdout.readline() == b"ready\n"
-    overwritten = interrupted = 0
+    overwritten = 0
+    interrupted = 0
     try:
         for _ in range(writes):
             try:
@@ -153,7 +167,7 @@ def test_a_link_swapped_in_during_a_write_is_not_followed(name, writes, write_fi
     assert overwritten == 0
 
 
-def test_a_link_at_the_metrics_is_replaced(tmp_path):
+def test_a_link_at_the_metrics_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text('{"step": 1}\n')
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "victim")
     reporter = JsonLines(tmp_path / "metrics.jsonl", resume_step=2)
@@ -163,7 +177,7 @@ def test_a_link_at_the_metrics_is_replaced(tmp_path):
     assert not (tmp_path / "metrics.jsonl").is_symlink()
 
 
-def test_a_link_at_the_lock_is_refused(task, tmp_path):
+def test_a_link_at_the_lock_is_refused(task: list[str], tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("thesis")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
@@ -174,14 +188,17 @@ def test_a_link_at_the_lock_is_refused(task, tmp_path):
 
 @pytest.mark.parametrize("environment", [ASCII, C_LOCALE], ids=["ascii", "C locale"])
 @pytest.mark.parametrize("command", ["train --help", "port", "diagnose"])
-def test_commands_print_in_every_locale(command, environment, run, tmp_path):
+def test_commands_print_in_every_locale(
+    command: str, environment: dict[str, str], run: Path, tmp_path: Path
+) -> None:
     completed = run_command(command, environment, run, tmp_path, stdout=subprocess.PIPE)
     assert completed.returncode == 0, completed.stderr
-    encoding = "utf-8" if command == "port" else "ascii"  # a script keeps its names
+    # a script keeps its names
+    encoding = "utf-8" if command == "port" else "ascii"
     assert len(completed.stdout.decode(encoding)) > 100
 
 
-def test_training_refuses_an_ascii_locale(task):
+def test_training_refuses_an_ascii_locale(task: list[str]) -> None:
     completed = subprocess.run(
         [sys.executable, "train.py", *task],
         cwd=ROOT,
@@ -195,14 +212,14 @@ def test_training_refuses_an_ascii_locale(task):
 
 
 @pytest.mark.parametrize("command", ["train --help", "port", "report"])
-def test_commands_end_quietly_with_their_reader(command, run, tmp_path):
+def test_commands_end_quietly_with_their_reader(command: str, run: Path, tmp_path: Path) -> None:
     writer = broken_pipe()
     completed = run_command(command, {}, run, tmp_path, stdout=writer)
     os.close(writer)
     assert (completed.returncode, completed.stderr) == (0, b"")
 
 
-def test_a_command_reports_a_full_disk(run, tmp_path):
+def test_a_command_reports_a_full_disk(run: Path, tmp_path: Path) -> None:
     writer = full_device()
     completed = run_command("port", {}, run, tmp_path, stdout=writer)
     os.close(writer)
@@ -210,14 +227,17 @@ def test_a_command_reports_a_full_disk(run, tmp_path):
     assert b"stdout" in completed.stderr
 
 
-def run_command(command, environment, run, directory, *, stdout):
+def run_command(
+    command: str, environment: Mapping[str, str], run: Path, directory: Path, *, stdout: int
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs a command on a script or a run."""
     script = directory / "run.sh"
     flags = "--hf-checkpoint /models/é… --prompt-data /data/p.jsonl --rm-type math --num-rollout 1"
     sizes = "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 64"
     script.write_text(f"python3 train.py {flags} {sizes}\n")
-    path = {"port": [str(script)], "diagnose": [str(run)], "report": [str(run)]}.get(command, [])
+    paths = {"port": [str(script)], "diagnose": [str(run)], "report": [str(run)]}
     return subprocess.run(
-        [sys.executable, "-m", "slime_tis.main", *command.split(), *path],
+        [sys.executable, "-m", "slime_tis.main", *command.split(), *paths.get(command, [])],
         cwd=ROOT,
         env={**os.environ, **environment},
         stdout=stdout,
@@ -235,21 +255,21 @@ needs_root = pytest.mark.skipif(not NAMESPACES, reason="needs root with mount na
 
 
 @pytest.fixture
-def directory():
+def directory() -> Iterator[Path]:
     """A directory that every user can use, unlike pytest's."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o777)
         yield Path(name)
 
 
-def hide_shared_memory():
+def hide_shared_memory() -> None:
     """Makes /dev/shm read-only for this process alone."""
     assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", "/dev/shm"], check=True)
 
 
-def become_nobody():
+def become_nobody() -> None:
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -265,14 +285,9 @@ def become_nobody():
         pytest.param(become_nobody, id="nobody in a read-only checkout", marks=needs_root),
     ],
 )
-def test_a_run_completes_in_a_poor_environment(enter, directory):
-    argv = [
-        *make_task(directory),
-        "--output-dir",
-        str(directory / "run"),
-        "--save",
-        str(directory / "save"),
-    ]
+def test_a_run_completes_in_a_poor_environment(enter: Callable[[], Any], directory: Path) -> None:
+    argv = [*make_task(directory), "--output-dir", str(directory / "run")]
+    argv += ["--save", str(directory / "save")]
     argv += ["--save-hf", str(directory / "hf"), "--dump-details", str(directory / "dump")]
     (directory / "model/model.safetensors").chmod(0o644)
     outcome = run_forked(argv, directory / "log", before=enter, cwd=ROOT)
@@ -282,12 +297,9 @@ def test_a_run_completes_in_a_poor_environment(enter, directory):
 
 
 @pytest.mark.parametrize("limit", [32, 64])
-def test_a_low_limit_of_open_files_is_named(limit, tmp_path):
+def test_a_low_limit_of_open_files_is_named(limit: int, tmp_path: Path) -> None:
     enter = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (limit, limit))
-    outcome = run_forked(
-        [*make_task(tmp_path), "--output-dir", str(tmp_path / "run")],
-        tmp_path / "log",
-        before=enter,
-    )
+    argv = [*make_task(tmp_path), "--output-dir", str(tmp_path / "run")]
+    outcome = run_forked(argv, tmp_path / "log", before=enter)
     assert (outcome.status, outcome.traceback) == (1, False), outcome.error
     assert "ulimit -n" in outcome.error
