@@ -100,7 +100,7 @@ def attempt(argv: Sequence[str]) -> tuple[int | None, str]:
 
 
 def fault(argv: Sequence[str], *, refused: bool | None = True) -> str | None:
-    """What is wrong with how a command line is taken; None if nothing.
+    """Describes a wrong answer to a command line, or returns None.
 
     With `refused=None` it may be accepted or refused.
     """
@@ -115,7 +115,7 @@ def fault(argv: Sequence[str], *, refused: bool | None = True) -> str | None:
 
 
 def fault_of_message(error: str, status: int) -> str | None:
-    """What is wrong with stderr; None if a refusal is one short printable line."""
+    """Describes a fault of stderr, or returns None: a refusal is one short printable line."""
     lines = error.splitlines()
     if status == 2 and len(lines) != 1:
         return f"said {len(lines)} lines: {error[:200]}"
@@ -386,7 +386,7 @@ def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path: Path) ->
 
 
 def failure_of(ended: Outcome) -> str | None:
-    """What is wrong with how a run ended; None if nothing."""
+    """Describes a wrong end of a run, or returns None."""
     if ended.traceback or ended.status not in (0, 1, 2):
         return f"ended with {ended.status}: {ended.error[-300:]}"
     if ended.status and len(ended.messages) != 1:

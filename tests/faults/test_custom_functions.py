@@ -1,4 +1,4 @@
-"""Hostile user functions in whole runs: one message with file and line and exit status 2, or
+"""Hostile user functions in runs of train.py: one message with file and line and exit status 2, or
 unchanged training.
 
 `tests/test_custom.py` and `tests/rollout/test_rewards.py` check every message of the contracts.
@@ -59,7 +59,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def run_with_function(task: list[str], directory: Path, code: str, *flags: str) -> Outcome:
-    """A run whose user function `fn` has this code; the last flag is that of its path."""
+    """A run whose user function `fn` has this code; the last flag takes its path."""
     directory.mkdir(parents=True)
     (directory / "beside.py").write_text("def fail():\n    return {}['x']\n")
     (directory / "mine.py").write_text(code)

@@ -1,7 +1,6 @@
 """Damaged logs in every command: a verdict or one message, no traceback, no damaged number.
 
-LOG_MUTATIONS=200 runs 200 mutations of each kind and format, 3,400 in all; the default is a sample
-of them.
+LOG_MUTATIONS=200 runs 200 mutations per kind and format, 3,400 in all; the default runs fewer.
 """
 
 import importlib.util

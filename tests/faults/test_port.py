@@ -88,7 +88,7 @@ def failure_of(
     statuses: tuple[int, ...],
     message: str = "",
 ) -> str | None:
-    """What went wrong in porting a script; None if it was ported, or refused in one message."""
+    """Describes a failure to port a script, or returns None; one message is no failure."""
     if isinstance(text, str):
         text = text.encode()
     (folder / "run.sh").write_bytes(text)
@@ -106,7 +106,7 @@ def failure_of(
 
 
 def harm_of(printed: str) -> str | None:
-    """What running the printed text would do besides starting torchrun; None if nothing."""
+    """Describes harm that the printed text could do, or returns None; it may start torchrun."""
     joined = printed.replace(" \\\n", " ").splitlines()
     lines = [line for line in joined if not line.startswith("#")]
     if len(lines) != 1 or not lines[0].startswith("torchrun "):

@@ -255,7 +255,7 @@ def ranks_of(output: Path) -> list[int]:
 
 @contextmanager
 def running_agent(flags: list[str], directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """The agent of two ranks that have made two steps; kills what is left at the end."""
+    """The agent of two ranks that have made two steps; kills remaining processes at the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "train.py", *flags]
     command += ["--save", str(directory / "save"), "--output-dir", str(directory / "run")]

@@ -80,7 +80,7 @@ def engine_on(
 
 
 def exposure(text: str) -> str | None:
-    """What a message or a log shows that it must not; None if nothing."""
+    """Describes a secret or a control character in a text, or returns None."""
     for echo in ECHOES:
         # eight characters of a key are enough to recognize it
         if any(echo[start : start + 8] in text for start in range(len(echo) - 7)):
@@ -110,7 +110,7 @@ class Peak:
 
 
 def failure_of(attempt: Callable[[], str | None], caplog: pytest.LogCaptureFixture) -> str | None:
-    """What went wrong in a try: what it returns or raises, its memory, or what was logged."""
+    """Describes a failure: one that a try returns or raises, its memory, or a record of the log."""
     caplog.clear()
     peak = Peak()
     try:
@@ -125,7 +125,7 @@ def failure_of(attempt: Callable[[], str | None], caplog: pytest.LogCaptureFixtu
 
 
 def failure_of_loss(engine: SGLangEngine, url: str) -> str | None:
-    """What is wrong with the end of a rollout without servers; None if the message is good."""
+    """Describes a wrong end of a rollout without servers, or returns None."""
     try:
         engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0)
     except RolloutUnavailable as error:
@@ -218,7 +218,7 @@ ROUTER_INFO: dict[str, Spoil] = {
 def failure_of_start(
     server: Hostile, checkpoint: Path, *, names_server: bool, **options: Any
 ) -> str | None:
-    """What is wrong with how an engine refuses to start; None if the message is good."""
+    """Describes a wrong refusal to start, or returns None."""
     try:
         with engine_on([server], checkpoint, sglang_startup_timeout=0.3, **options):
             return "was believed"

@@ -94,7 +94,7 @@ def by_step(run: Path) -> Rows:
 
 
 def error_of(run: ForkedRun, outcome: Outcome, number: signal.Signals) -> str | None:
-    """What is wrong with how a signalled run ended; None if nothing."""
+    """Describes a wrong end of a signalled run, or returns None."""
     if outcome.status is None:
         return f"hangs: {outcome.error}"
     if outcome.traceback or "Exception ignored" in outcome.error:
@@ -197,7 +197,7 @@ class WaitingRun:
     """A run that is signalled while requests hang in a server, and resumed."""
 
     error: str | None
-    """What is wrong with how the signalled run ended."""
+    """A wrong end of the signalled run; None if it ended as it should."""
     outcome: Outcome
     rows: Rows
     """Metrics after the resumed run."""
@@ -307,7 +307,7 @@ LIMIT = 120.0
 
 @pytest.fixture(scope="module")
 def saving(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags of a run that saves each step, and the stale weights of its rollout engine too."""
+    """Flags of a run that saves each step, with the rollout engine's stale weights."""
     task = make_task(tmp_path_factory.mktemp("task"), prompts=24)
     flags = [*task, "--num-rollout", str(KILLED_STEPS), "--rollout-shuffle"]
     flags += ["--save-interval", "1", "--save-retain", "2", "--update-weights-interval", "3"]

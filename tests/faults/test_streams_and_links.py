@@ -263,7 +263,7 @@ def directory() -> Iterator[Path]:
 
 
 def hide_shared_memory() -> None:
-    """Makes /dev/shm read-only for this process alone."""
+    """Makes /dev/shm read-only for this process only."""
     assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", "/dev/shm"], check=True)

@@ -1,4 +1,4 @@
-"""A non-finite gradient is explained by the token where it begins, in runs of train.py."""
+"""A non-finite gradient is explained by the token that causes it, in runs of train.py."""
 
 import re
 from pathlib import Path
