@@ -25,7 +25,7 @@ from tests.faults.log_mutations import (
 )
 
 COUNT = int(os.environ.get("LOG_MUTATIONS", "30"))
-"""Mutations of each format and kind."""
+"""Mutations per format and kind."""
 LONGEST_MESSAGE = 700
 """Characters."""
 ABS = "train/train_rollout_logprob_abs_diff"
