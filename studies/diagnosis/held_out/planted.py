@@ -369,7 +369,7 @@ named("norm epsilon 0.03", network.on_model(network.norm_epsilon(0.03)), "roundi
 # 2. Causes whose hypotheses were announced: the announced id, or the cause that includes it today.
 coming(
     "EOS appended with log-prob 0",
-    reports.on_report(reports.zero_at_end),
+    reports.end_appended,
     "placeholder_log_prob mask_mistake broken_tokens",
     smollm2=True,
     source="SkyRL#2148, SkyRL#758",

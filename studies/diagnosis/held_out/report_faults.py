@@ -268,11 +268,18 @@ def aborted_prefix(samples: list[Sample], _: random.Random) -> None:
         sample.log_probs[:length] = [*attempt, *sample.log_probs][:length]
 
 
-def zero_at_end(samples: list[Sample], _: random.Random) -> None:
-    """The end token was appended with 0, not sampled."""
-    for sample in samples:
-        if sample.mask[-1]:
+def end_appended(world: World, engine: Engine) -> Engine:
+    """Every response ends with the end token, which has 0 as log-prob, sampled or not."""
+
+    def report(samples: list[Sample], _: random.Random) -> None:
+        for sample in samples:
+            if sample.response[-1] != world.end:
+                sample.response.append(world.end)
+                sample.mask.append(1)
+                sample.log_probs.append(0.0)
             sample.log_probs[-1] = 0.0
+
+    return replace(engine, report=report)
 
 
 def replaced(share: float, value: float) -> Report:
