@@ -95,6 +95,10 @@ def test_an_in_process_engine_is_worker_0(table):
     assert not table.rollout_worker.any()
 
 
+def test_recommend_has_the_steps_per_rollout(table):
+    assert measured(table, diagnose(table)).conditions.steps == 2
+
+
 def test_only_the_first_step_has_the_old_policy(table):
     assert (table.train_log_prob[:8] == table.old_log_prob[:8]).all()
     assert (table.train_log_prob[-8:] != table.old_log_prob[-8:]).any()

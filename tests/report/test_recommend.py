@@ -408,7 +408,10 @@ def with_steps(drift: list[float]) -> TokenTable:
         pytest.param([0, 0, 0, 0], 1, id="one step"),
         pytest.param([0, 0.1, 0, 0.1], 2, id="two steps"),
         pytest.param([0, 0.1, 0.2, 0.3] * 2, 4, id="four steps"),
-        pytest.param([0.1, 0.2], 2, id="without a first step"),
+        pytest.param([0, 1e-5, 0, 1e-5], 2, id="a small learning rate"),
+        pytest.param([0, 0.001, *([0, 0.1] * 5)], 2, id="warm-up"),
+        pytest.param([1e-4, 1.1e-4, 0.9e-4], 1, id="other kernels in the second pass"),
+        pytest.param([0.1, 0.2], 1, id="without a first step"),
     ],
 )
 def test_steps_per_rollout_follow_from_the_old_policy(drift: list[float], steps: int) -> None:

@@ -29,7 +29,6 @@ from slime_tis.analysis.report.comparison_study import (
 )
 from slime_tis.analysis.report.mismatch_plots import summary
 from slime_tis.analysis.report.report_inputs import open_source
-from slime_tis.health import NEGLIGIBLE_DIFFERENCE
 
 COVERED_CAUSES = ("rounding", "stale_weights")
 """Causes that the columns of the study have. Other causes are faults to be fixed."""
@@ -39,6 +38,9 @@ top-p, makes Δ of one sign."""
 MAX_NOISE = 0.4
 """Largest abs(Δ) relative to 1 − p that counts as low precision; the diagnosis has the same
 bound."""
+UNMOVED = 0.1
+"""Mean abs(log π_θ − log π_old) in the first step of a rollout, at most, as a share of that in the
+median later step. It is 0 if both passes have the same kernels."""
 SAME_SIZE = 2.0
 """Factor outside a column's range of σ√T up to which sizes count as equal."""
 
@@ -121,10 +123,15 @@ def _steps_per_rollout(table: TokenTable, options: Mapping[str, Any]) -> int:
         return 1
     difference = np.abs(table.train_log_prob - table.old_log_prob)[table.valid]
     step = table.step[table.sample][table.valid]
-    is_first = []
-    for number in np.unique(step):
-        is_first.append(float(difference[step == number].mean()) < NEGLIGIBLE_DIFFERENCE)
-    return max(round(len(is_first) / max(sum(is_first), 1)), 1)
+    _, step_N = np.unique(step, return_inverse=True)
+    moved = np.bincount(step_N, difference) / np.bincount(step_N)
+    if not moved.any():
+        return 1
+    # The size of a later step's change depends on the learning rate, so that no fixed bound holds.
+    is_first = moved < UNMOVED * np.median(moved[moved > 0])
+    if not is_first.any():
+        return 1
+    return max(round(len(moved) / int(is_first.sum())), 1)
 
 
 def _probable_cause(tokens: Tokens, result: Diagnosis, *, is_old: bool) -> str:
