@@ -4,6 +4,8 @@ check do."""
 import json
 import shutil
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,20 +15,32 @@ from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.storage.checkpoint_files import checksums, files_of, write_manifest
 from tests.runs import read_metrics, run_here
 
+Rows = list[dict[str, Any]]
+"""Rows of metrics.jsonl."""
 
-def test_lookahead_makes_samples_as_many_rollouts_stale(run):
-    rows = run("--rollout-lookahead", "2", "--num-rollout", "5")
-    assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 2, 2, 2]
-    assert [row["rollout/weight_staleness_max"] for row in rows] == [0, 1, 2, 2, 2]
-    assert "train/mismatch_kl_staleness_0" not in rows[0]  # all of one staleness says nothing more
-    assert (
-        rows[1]["train/token_fraction_staleness_1"]
-        == rows[2]["train/token_fraction_staleness_2"]
-        == 1.0
-    )
-    assert rows[2]["train/mismatch_k3_kl_staleness_2"] == pytest.approx(
-        rows[2]["train/mismatch_k3_kl"], rel=1e-5
-    )
+
+@pytest.fixture(scope="module")
+def two_ahead(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """The metrics of five rollouts with two in flight."""
+    flags = [*task, "--rollout-lookahead", "2", "--num-rollout", "5"]
+    return run_here(flags, tmp_path_factory.mktemp("two_ahead") / "run")
+
+
+@pytest.mark.parametrize("name", ["weight_staleness", "weight_staleness_max"])
+def test_lookahead_makes_samples_as_many_rollouts_stale(two_ahead, name):
+    assert [row[f"rollout/{name}"] for row in two_ahead] == [0, 1, 2, 2, 2]
+
+
+def test_fresh_samples_have_no_metrics_by_staleness(two_ahead):
+    assert "train/mismatch_kl_staleness_0" not in two_ahead[0]
+
+
+def test_the_mismatch_of_stale_samples_is_that_of_all(two_ahead):
+    """All samples of a rollout are equally stale here."""
+    assert two_ahead[1]["train/token_fraction_staleness_1"] == 1.0
+    assert two_ahead[2]["train/token_fraction_staleness_2"] == 1.0
+    all_samples = two_ahead[2]["train/mismatch_k3_kl"]
+    assert two_ahead[2]["train/mismatch_k3_kl_staleness_2"] == pytest.approx(all_samples, rel=1e-5)
 
 
 def test_stale_samples_are_not_trained(run):
@@ -37,13 +51,13 @@ def test_stale_samples_are_not_trained(run):
     assert [row["rollout/stale_samples"] for row in run(*flags, name="all")] == [0, 0, 0, 0]
 
 
-def resumable(task, directory, *flags):
+def resumable(task: list[str], directory: Path, *flags: str) -> list[str]:
     """The flags of a run that saves after each rollout and keeps all checkpoints."""
     return [*task, "--num-rollout", "5", "--save-interval", "1", "--save-retain", "9", *flags,
             "--save", str(directory / "save")]  # fmt: skip
 
 
-def resume_at(step, flags, whole, directory):
+def resume_at(step: int, flags: list[str], whole: Path, directory: Path) -> Rows:
     """The metrics of a run that continues from a copy of one checkpoint of the whole run."""
     name = f"iter_{step:07d}"
     (directory / "load").mkdir(parents=True)
@@ -51,7 +65,7 @@ def resume_at(step, flags, whole, directory):
     return run_here([*flags, "--load", str(directory / "load")], directory / "run")
 
 
-def all_metrics(rows):
+def all_metrics(rows: Rows) -> Rows:
     """Metrics that do not depend on the clock, with the health warnings."""
     return [
         {key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows
@@ -122,16 +136,15 @@ def test_a_signal_while_a_rollout_in_flight_is_scored(task, tmp_path):
     assert all_metrics(rows) == all_metrics(expected) and len(rows) == 5
 
 
-def test_changed_sampling_options_sample_rollouts_in_flight_again(task, tmp_path, capsys):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+def test_changed_sampling_options_replace_rollouts_in_flight(task, tmp_path, capsys):
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
     run_here(resumable(task, whole, "--rollout-lookahead", "1"), whole / "run")
     flags = resumable(task, resumed, "--rollout-lookahead", "1", "--rollout-temperature", "0.9")
     rows = resume_at(2, flags, whole, resumed)
     assert rows[0]["rollout/weight_staleness"] == 0
-    assert (
-        "rollouts in flight are sampled again: --rollout-temperature changed"
-        in capsys.readouterr().out
-    )
+    message = "rollouts in flight are sampled again: --rollout-temperature changed"
+    assert message in capsys.readouterr().out
 
 
 def test_a_checkpoint_without_rollouts_in_flight_is_resumed(task, tmp_path):
@@ -163,43 +176,45 @@ def test_health_warnings_count_on_in_a_resumed_run(task, tmp_path):
         assert all_metrics(rows) == all_metrics(expected)[step:]
 
 
-def test_evaluation_by_the_rollout_engine_has_the_present_weights(run, task, tmp_path):
-    held_out = ["--eval-prompt-data", task[task.index("--prompt-data") + 1], "--eval-interval", "1"]
-    flags = [
-        *held_out,
-        "--rollout-precision",
-        "fp32",
-        "--update-weights-interval",
-        "3",
-        "--num-rollout",
-        "2",
-    ]
+def test_an_evaluating_rollout_engine_has_the_present_weights(run, task):
+    held_out = task[task.index("--prompt-data") + 1]
+    flags = ["--eval-prompt-data", held_out, "--eval-interval", "1", "--num-rollout", "2"]
+    # the rollouts of both steps are sampled by the initial weights
+    flags += ["--rollout-precision", "fp32", "--update-weights-interval", "3"]
     local = run(*flags, name="local")
     remote = run(*flags, "--eval-engine", "rollout", name="rollout")
     assert remote[0]["eval/accuracy"] == local[0]["eval/accuracy"]
-    assert [row.get("eval/accuracy/response_len") for row in remote] == [
-        row.get("eval/accuracy/response_len") for row in local
-    ]
+    lengths = [row.get("eval/accuracy/response_len") for row in local]
+    assert [row.get("eval/accuracy/response_len") for row in remote] == lengths
 
 
-def test_a_lost_engine_ends_the_run_with_a_checkpoint(task, tmp_path, monkeypatch, capsys):
-    usual, calls = LocalEngine.submit, []
+def lose_the_third_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = LocalEngine.submit
+    calls = []
 
-    def lose_the_third(self, *args, **kwargs):
+    def submit(self: LocalEngine, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise RolloutUnavailable("no server answers.")
         return usual(self, *args, **kwargs)
 
-    monkeypatch.setattr(LocalEngine, "submit", lose_the_third)
+    monkeypatch.setattr(LocalEngine, "submit", submit)
+
+
+def test_a_lost_engine_ends_the_run_with_a_checkpoint(task, tmp_path, monkeypatch, capsys):
+    lose_the_third_rollout(monkeypatch)
     flags = [*task, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
     assert train(flags) == 1
-    said = capsys.readouterr().err
-    assert "error: no server answers. The run stops after step 2, saved under" in said
+    message = "error: no server answers. The run stops after step 2, saved under"
+    assert message in capsys.readouterr().err
     assert (tmp_path / "save" / "iter_0000002").is_dir()
     assert len(read_metrics(tmp_path / "run")) == 2
-    monkeypatch.undo()
-    assert [
-        row["step"]
-        for row in run_here([*flags, "--load", str(tmp_path / "save")], tmp_path / "resumed")
-    ] == [3]
+
+
+def test_a_run_resumes_after_a_lost_engine(task, tmp_path, monkeypatch):
+    flags = [*task, "--save", str(tmp_path / "save")]
+    with monkeypatch.context() as patch:
+        lose_the_third_rollout(patch)
+        train([*flags, "--output-dir", str(tmp_path / "run")])
+    rows = run_here([*flags, "--load", str(tmp_path / "save")], tmp_path / "resumed")
+    assert [row["step"] for row in rows] == [3]

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +20,14 @@ EXAMPLES = dict(re.findall(r"^```python\n# (\w+\.py): (.*?)^```$", PAGE, re.M | 
 
 
 @pytest.fixture(autouse=True)
-def examples(tmp_path, monkeypatch):
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes the files of the page to the working directory."""
     for name, text in EXAMPLES.items():
         (tmp_path / name).write_text(f"# {text}")
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_correction_shown_trains_and_reports(run):
+def test_the_correction_shown_reports_its_metrics(run):
     path = "my_correction.py:cautious_tis"
     (row,) = run("--use-tis", "--num-rollout", "1", "--custom-tis-function-path", path)
     assert row["train/grad_norm"] > 0
@@ -40,38 +42,39 @@ def test_the_reward_shown_scores(run):
     assert row["rollout/raw_reward"] == pytest.approx(-0.01 * row["rollout/response_len"])
 
 
-def test_the_filters_logs_and_shaped_rewards_shown_run(run, task, tmp_path, capsys):
-    reward = (
-        "def reward(args, sample):\n    return float((sample.index + len(sample.prompt)) % 2)\n"
-    )
-    (tmp_path / "half.py").write_text(reward)
-    flags = [
-        "--custom-rm-path",
-        "half.py:reward",
-        "--dynamic-sampling-filter-path",
-        "my_filter.py:solvable",
-    ]
+HALF = "def reward(args, sample):\n    return float((sample.index + len(sample.prompt)) % 2)\n"
+
+
+def test_the_filters_shown_accept_mixed_groups(run, tmp_path):
+    (tmp_path / "half.py").write_text(HALF)
+    flags = ["--custom-rm-path", "half.py:reward"]
+    flags += ["--dynamic-sampling-filter-path", "my_filter.py:solvable"]
     flags += ["--rollout-sample-filter-path", "my_samples.py:drop_truncated"]
     flags += ["--rollout-all-samples-process-path", "my_samples.py:record"]
+    (row,) = run(*flags, "--num-rollout", "1")
+    assert row["rollout/dynamic_filter/dropped"] == 0
+    trained = pytest.approx(16 * (1 - row["rollout/truncated"]))
+    assert row["train/loss_denominator"] == trained
+    recorded = json.loads((tmp_path / "run" / "all_samples.jsonl").read_text())
+    assert len(recorded["rewards"]) == 4
+
+
+def test_the_logs_shown_write_their_files(run, task, tmp_path, capsys):
+    (tmp_path / "half.py").write_text(HALF)
+    flags = ["--custom-rm-path", "half.py:reward"]
+    flags += ["--dynamic-sampling-filter-path", "my_filter.py:solvable"]
     flags += ["--custom-reward-post-process-path", "my_shaping.py:centered"]
     flags += ["--custom-rollout-log-function-path", "my_log.py:log_rollout"]
     held_out = task[task.index("--prompt-data") + 1]
     flags += ["--eval-prompt-data", held_out, "--skip-eval-before-train"]
     flags += ["--custom-eval-rollout-log-function-path", "my_log.py:log_evaluation"]
     (row,) = run(*flags, "--num-rollout", "1")
-    (evaluated,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("eval accuracy: ")
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    (evaluated,) = [line for line in lines if line.startswith("eval accuracy: ")]
     assert "->" not in evaluated  # nothing was measured before training
-    assert row["rollout/dynamic_filter/dropped"] == 0 and row["rollout/raw_reward"] == 0.5
-    assert row["train/loss_denominator"] == pytest.approx(16 * (1 - row["rollout/truncated"]))
-    assert len(json.loads((tmp_path / "run" / "all_samples.jsonl").read_text())["rewards"]) == 4
-    assert (
-        json.loads((tmp_path / "run" / "longest.jsonl").read_text())[
-            "rollout/dynamic_filter/sampled"
-        ]
-        == 4
-    )
+    assert row["rollout/raw_reward"] == 0.5
+    longest = json.loads((tmp_path / "run" / "longest.jsonl").read_text())
+    assert longest["rollout/dynamic_filter/sampled"] == 4
 
 
 def test_the_buffer_filter_shown_runs(task, tmp_path):
@@ -129,22 +132,24 @@ def test_the_data_source_shown_is_taken_up_where_it_was(task, tmp_path):
     assert prompts(2) == [9, 10, 11, 12]
 
 
-def test_the_rollout_shown_is_trained_on_and_resumed(task, tmp_path):
-    flags = [
-        *task,
-        "--rollout-function-path",
-        "my_rollout.py:generate_rollout",
-        "--num-rollout",
-        "3",
-    ]
+ROLLOUT = ("--rollout-function-path", "my_rollout.py:generate_rollout")
+
+
+def test_the_rollout_shown_is_trained(task, tmp_path):
+    (row,) = run_here([*task, *ROLLOUT, "--num-rollout", "1"], tmp_path / "run")
+    assert row["rollout/response_len"] == 3
+    assert row["rollout/teacher"] == 1
+    assert row["train/loss_denominator"] == 16
+    assert row["train/mismatch_rollout_log_ppl"] == pytest.approx(2.0)
+
+
+def test_the_rollout_shown_is_resumed(task, tmp_path):
+    flags = [*task, *ROLLOUT, "--num-rollout", "3"]
     rows = run_here([*flags, "--save", "save", "--save-interval", "2"], tmp_path / "run")
-    assert [row["rollout/response_len"] for row in rows] == [3, 3, 3]
-    assert rows[0]["rollout/teacher"] == 1 and rows[0]["train/loss_denominator"] == 16
-    assert rows[0]["train/mismatch_rollout_log_ppl"] == pytest.approx(2.0)
     (tmp_path / "load").mkdir()
     (tmp_path / "load" / "iter_0000002").symlink_to(tmp_path / "save" / "iter_0000002")
-    (resumed,) = run_here([*flags, "--load", "load"], tmp_path / "resumed")[-1:]
-    assert training_metrics(resumed) == training_metrics(rows[2])
+    resumed = run_here([*flags, "--load", "load"], tmp_path / "resumed")
+    assert training_metrics(resumed[-1]) == training_metrics(rows[2])
 
 
 LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "my_objective.py:clipped")
@@ -159,11 +164,12 @@ CORRECTION = (
 )
 
 
-def objective(run, *flags, name, step=1):
+def objective(
+    run: Callable[..., list[dict[str, Any]]], *flags: str, name: str, step: int = 1
+) -> dict[str, Any]:
     """The metrics of a step, the first or the second of a rollout of two."""
-    return training_metrics(
-        run("--num-rollout", "1", "--num-steps-per-rollout", "2", *flags, name=name)[step]
-    )
+    rows = run("--num-rollout", "1", "--num-steps-per-rollout", "2", *flags, name=name)
+    return training_metrics(rows[step])
 
 
 @pytest.mark.parametrize("flags", [(), CORRECTION], ids=["alone", "corrected"])
@@ -179,21 +185,32 @@ def test_the_loss_shown_is_the_built_in_one(run, flags):
     assert shown == pytest.approx(built_in, rel=1e-4, abs=1e-7)
 
 
-def test_the_advantages_and_the_reducer_shown_act(run):
-    reducer = "--custom-pg-loss-reducer-function-path"
-    plain = objective(run, "--calculate-per-token-loss", name="plain", step=0)["train/grad_norm"]
-    flags = ("--calculate-per-token-loss", reducer, "my_objective.py:constant_divisor")
-    assert objective(run, *flags, name="reduced", step=0)["train/grad_norm"] == pytest.approx(
-        plain / 100, rel=1e-4
-    )
-    mean = objective(run, name="mean", step=0)["train/grad_norm"]
-    flags = (reducer, "slime_tis.policy.reducers.dr_grpo")
+REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
+
+
+def test_the_reducer_shown_divides_by_a_constant(run):
+    flags = ("--calculate-per-token-loss",)
+    plain = objective(run, *flags, name="plain", step=0)
+    flags += (REDUCER_FLAG, "my_objective.py:constant_divisor")
+    reduced = objective(run, *flags, name="reduced", step=0)
+    expected = plain["train/grad_norm"] / 100
+    assert reduced["train/grad_norm"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_dr_grpo_equals_the_mean_at_full_length(run):
+    """Every response here reaches the limit."""
+    mean = objective(run, name="mean", step=0)
     dr_grpo = objective(
-        run, *flags, name="dr_grpo", step=0
-    )  # every response here reaches the limit
-    assert dr_grpo["train/grad_norm"] == pytest.approx(mean, rel=1e-5)
+        run, REDUCER_FLAG, "slime_tis.policy.reducers.dr_grpo", name="dr_grpo", step=0
+    )
+    assert dr_grpo["train/grad_norm"] == pytest.approx(mean["train/grad_norm"], rel=1e-5)
+
+
+def test_the_advantages_shown_fade(run):
+    mean = objective(run, name="mean", step=0)
     flags = ("--custom-advantage-function-path", "my_objective.py:fading")
-    assert 0 < objective(run, *flags, name="faded", step=0)["train/grad_norm"] < mean
+    faded = objective(run, *flags, name="faded", step=0)
+    assert 0 < faded["train/grad_norm"] < mean["train/grad_norm"]
 
 
 ONE_STEP = (

@@ -2,6 +2,9 @@
 logs."""
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,33 +23,58 @@ def fn(args, samples, **kwargs):
 """
 
 
-@pytest.fixture
-def parity(tmp_path):
-    (tmp_path / "parity.py").write_text(PARITY)
-    return ["--dynamic-sampling-filter-path", f"{tmp_path / 'parity.py'}:fn"]
+@pytest.fixture(scope="module")
+def parity(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags of a filter that accepts prompts of even length."""
+    path = tmp_path_factory.mktemp("parity") / "parity.py"
+    path.write_text(PARITY)
+    return ["--dynamic-sampling-filter-path", f"{path}:fn"]
 
 
-def prompts_of(pattern, rollouts):
+def prompts_of(pattern: Path, rollouts: int) -> list[list[str]]:
+    """The prompts of each rollout in saved samples."""
     paths = [str(pattern).format(rollout_id=number) for number in range(rollouts)]
     return [[group[0].prompt_text for group in load_samples(path, 4, 4)] for path in paths]
 
 
-def test_dropped_prompts_are_replaced_in_the_order_of_the_data(run, parity, tmp_path):
-    data = tmp_path / "{rollout_id}.jsonl"
-    flags = [*parity, "--over-sampling-batch-size", "5", "--save-debug-rollout-data", str(data)]
-    rows = run(*flags, "--num-rollout", "2")
-    found = prompts_of(data, 2)
-    assert all(len(texts) == 4 and all(len(text) % 2 == 0 for text in texts) for texts in found)
-    for row in rows:
-        sampled, dropped = (
-            row["rollout/dynamic_filter/sampled"],
-            row["rollout/dynamic_filter/dropped"],
-        )
+@dataclass
+class FilteredRun:
+    """A run of two rollouts in batches of five prompts, of which four are trained."""
+
+    flags: list[str]
+    rows: list[dict[str, Any]]
+    prompts: list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def filtered(
+    task: list[str], parity: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> FilteredRun:
+    directory = tmp_path_factory.mktemp("filtered")
+    data = directory / "{rollout_id}.jsonl"
+    flags = [*task, *parity, "--over-sampling-batch-size", "5", "--num-rollout", "2"]
+    rows = run_here([*flags, "--save-debug-rollout-data", str(data)], directory / "run")
+    return FilteredRun(flags, rows, prompts_of(data, 2))
+
+
+def test_dropped_prompts_are_replaced(filtered):
+    assert [len(prompts) for prompts in filtered.prompts] == [4, 4]
+    accepted = [prompt for prompts in filtered.prompts for prompt in prompts]
+    assert all(len(prompt) % 2 == 0 for prompt in accepted)
+
+
+def test_metrics_count_dropped_prompts(filtered):
+    for row in filtered.rows:
+        sampled = row["rollout/dynamic_filter/sampled"]
+        dropped = row["rollout/dynamic_filter/dropped"]
         assert sampled == 5 * row["rollout/dynamic_filter/batches"]
         assert dropped == row.get("rollout/dynamic_filter/drop_odd", 0)
         assert sampled - dropped - row["rollout/dynamic_filter/unused"] == 4
-    again = run(*parity, "--over-sampling-batch-size", "5", "--num-rollout", "2", name="again")
-    assert list(map(training_metrics, again)) == list(map(training_metrics, rows))
+
+
+def test_a_filtered_run_is_reproducible(filtered, tmp_path):
+    again = run_here(filtered.flags, tmp_path / "again")
+    assert list(map(training_metrics, again)) == list(map(training_metrics, filtered.rows))
 
 
 def test_with_lookahead_batches_in_flight_fill_the_rollout(run, parity, tmp_path):
@@ -71,20 +99,16 @@ def test_a_resumed_run_samples_the_same(task, parity, tmp_path):
     assert list(map(training_metrics, resumed)) == list(map(training_metrics, whole))[2:]
 
 
-def test_a_filter_that_drops_everything_stops_the_run_where_it_was(task, tmp_path, capsys):
+def test_a_filter_that_drops_everything_stops_the_run(task, tmp_path, capsys):
     (tmp_path / "never.py").write_text("def fn(args, samples, **kwargs):\n    return False\n")
     flags = [*task, "--dynamic-sampling-filter-path", f"{tmp_path / 'never.py'}:fn"]
-    assert (
-        train(
-            [*flags, "--dynamic-sampling-max-batches", "2", "--output-dir", str(tmp_path / "run")]
-        )
-        == 1
-    )
-    said = capsys.readouterr().err
-    assert (
+    flags += ["--dynamic-sampling-max-batches", "2", "--output-dir", str(tmp_path / "run")]
+    assert train(flags) == 1
+    message = (
         "error: the dynamic sampling filter accepted 0 of the 8 prompts of 2 batches, and a rollout"
-        " needs 4" in said
+        " needs 4"
     )
+    assert message in capsys.readouterr().err
 
 
 def test_two_ranks_train_on_the_groups_that_rank_0_accepts(task, parity, tmp_path):
@@ -123,33 +147,56 @@ def log(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
 """
 
 
-def test_filters_shaped_rewards_and_logs_have_their_effect(run, tmp_path):
-    (tmp_path / "hooks.py").write_text(HOOKS.replace("OUT", repr(str(tmp_path / "seen"))))
+@dataclass
+class HookedRun:
+    """The rows of two rollouts with hooks and of one without, and what `record` wrote."""
 
-    def path(name):
-        return f"{tmp_path / 'hooks.py'}:{name}"
+    rows: list[dict[str, Any]]
+    plain: dict[str, Any]
+    recorded: str
 
-    plain = run("--num-rollout", "1", name="plain")
+
+@pytest.fixture(scope="module")
+def hooked(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> HookedRun:
+    directory = tmp_path_factory.mktemp("hooked")
+    recorded = directory / "recorded"
+    path = directory / "hooks.py"
+    path.write_text(HOOKS.replace("OUT", repr(str(recorded))))
     flags = [
         "--rollout-sample-filter-path",
-        path("remove_first"),
+        f"{path}:remove_first",
         "--rollout-all-samples-process-path",
-        path("record"),
-    ]
-    flags += [
+        f"{path}:record",
         "--custom-reward-post-process-path",
-        path("shape"),
+        f"{path}:shape",
         "--custom-rollout-log-function-path",
-        path("log"),
+        f"{path}:log",
     ]
-    rows = run(*flags, "--num-rollout", "2")
-    assert rows[0]["train/loss_denominator"] == plain[0]["train/loss_denominator"] - 4
-    assert (tmp_path / "seen").read_text() == "[4, 16]\n[4, 16]\n"
-    assert (
-        rows[0]["rollout/raw_reward"] == 7.0
-        and rows[0]["train/pg_loss"] != plain[0]["train/pg_loss"]
-    )
-    assert "rollout/response_len" in rows[0] and "rollout/response_len" not in rows[1]
+    (plain,) = run_here([*task, "--num-rollout", "1"], directory / "plain")
+    rows = run_here([*task, *flags, "--num-rollout", "2"], directory / "run")
+    return HookedRun(rows, plain, recorded.read_text())
+
+
+def test_removed_samples_are_not_trained(hooked):
+    denominator = hooked.plain["train/loss_denominator"] - 4
+    assert hooked.rows[0]["train/loss_denominator"] == denominator
+
+
+def test_all_samples_are_processed_after_each_rollout(hooked):
+    assert hooked.recorded == "[4, 16]\n[4, 16]\n"
+
+
+def test_raw_rewards_are_reported(hooked):
+    assert hooked.rows[0]["rollout/raw_reward"] == 7.0
+
+
+def test_shaped_rewards_are_trained(hooked):
+    assert hooked.rows[0]["train/pg_loss"] != hooked.plain["train/pg_loss"]
+
+
+def test_a_log_function_replaces_the_log_of_its_rollout(hooked):
+    assert "rollout/response_len" in hooked.rows[0]
+    assert "rollout/response_len" not in hooked.rows[1]
 
 
 LISTS = """

@@ -157,33 +157,40 @@ def test_scores(score, arguments, expected):
     assert score(*arguments) == pytest.approx(expected)
 
 
-def test_every_name_has_its_function_and_dapo_reports_its_parts():
+def test_every_name_has_its_function():
     assert {*SCORES, REMOTE} == set(RM_TYPES)
+
+
+def test_dapo_reports_its_accuracy():
     assert dapo("Answer: 41", "42") == {"score": -1.0, "acc": 0.0}
 
 
-def test_comparisons_from_threads_and_after_the_process_was_killed():
-    found = []
-    threads = [
-        threading.Thread(target=lambda n=n: found.append(same_expression(f"x+{n}+1", f"x+{n + 1}")))
-        for n in range(8)
-    ]
+def test_threads_may_compare_at_once():
+    results = []
+
+    def compare(number: int) -> None:
+        results.append(same_expression(f"x+{number}+1", f"x+{number + 1}"))
+
+    threads = [threading.Thread(target=compare, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 8
+    assert results == [True] * 8
+
+
+def test_comparisons_continue_after_their_process_was_killed():
+    assert same_expression("x+w", "w+x")
     process = symbolic._worker._process
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not same_expression(
-        "y+w", "w+y"
-    )  # the one that meets the end of the process counts as wrong
+    # the comparison that finds the killed process counts as wrong
+    assert not same_expression("y+w", "w+y")
     assert same_expression("z+w", "w+z")
 
 
 @pytest.fixture
-def short_limits(monkeypatch):
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symbolic, "LIMITS", ((0.5, 0.5), (1.0, 0.25)))
 
 
@@ -192,7 +199,8 @@ ENDLESS = "1000000007^{1000000009}"
 
 def test_an_expression_without_end_is_wrong(short_limits, caplog):
     assert not same_expression(ENDLESS, "x^2")
-    assert "1 answers count as wrong" in caplog.text and ENDLESS in caplog.text
+    assert "1 answers count as wrong" in caplog.text
+    assert ENDLESS in caplog.text
     assert same_expression("a+b", "b+a")
 
 
@@ -214,14 +222,13 @@ def test_stopping_ends_all_processes():
 
 
 def test_a_rollout_of_endless_expressions_is_bounded(short_limits, caplog):
+    expressions = [f"{number}^{{1000000009}}" for number in range(10**9, 10**9 + 20)]
     with comparison_budget():
-        assert not any(
-            same_expression(f"{number}^{{1000000009}}", "x^2")
-            for number in range(10**9, 10**9 + 20)
-        )
+        assert not any(same_expression(expression, "x^2") for expression in expressions)
         assert same_expression("b+h", "h+b")
-    assert caplog.text.count("answers count as wrong") == 1
-    assert "20 answers count as wrong" in caplog.text and "all together took 3 s" in caplog.text
+    (message,) = [text for text in caplog.messages if "answers count as wrong" in text]
+    assert "20 answers count as wrong" in message
+    assert "all together took 3 s" in message
 
 
 def test_a_repeated_endless_expression_costs_once(short_limits):
@@ -282,13 +289,13 @@ def test_the_process_ends_with_the_program():
     program = os.fork()
     if program == 0:
         same_expression("c+d", "d+c")
-        os.write(write, b" ".join(str(child.pid).encode() for child in psutil.Process().children()))
+        children = psutil.Process().children()
+        os.write(write, b" ".join(str(child.pid).encode() for child in children))
         os._exit(0)
     os.waitpid(program, 0)
-    workers = [int(pid) for pid in os.read(read, 100).split()]
-    assert len(workers) == 1
+    (worker,) = map(int, os.read(read, 100).split())
     deadline = time.monotonic() + 10
     with suppress(psutil.NoSuchProcess):
-        while psutil.Process(workers[0]).status() != psutil.STATUS_ZOMBIE:
+        while psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.05)

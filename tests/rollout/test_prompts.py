@@ -3,11 +3,14 @@
 import json
 import logging
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.prompts import PromptDataset, load_prompts
+from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.evaluation import load_evaluation_prompts
 from tests.checkpoints import CHAT_TEMPLATE, make_tokenizer
 
@@ -15,40 +18,55 @@ TOKENIZER = make_tokenizer()
 BOS = 1
 
 
-def write(path, rows):
+def write(path: Path, rows: list[Any]) -> Path:
+    """A file of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def make_config(**options):
-    required = {
+def make_config(**options: Any) -> RolloutConfig:
+    required: dict[str, Any] = {
         "prompt_data": "p",
         "rollout_batch_size": 2,
         "rollout_max_response_len": 4,
         "rm_type": "f1",
+        "input_key": "prompt",
     }
-    return RolloutConfig(**{**required, "input_key": "prompt", **options})
+    return RolloutConfig(**{**required, **options})
 
 
-def load(path, **options):
+def load(path: Path | str, **options: Any) -> list[Prompt]:
     return load_prompts(path, TOKENIZER, **{"input_key": "prompt", "label_key": "label", **options})
 
 
-def encode(text):
+def encode(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def test_rows_become_prompts(tmp_path):
-    rows = [
-        {"prompt": "31>", "label": "13", "metadata": {"level": 2}},
-        {"prompt": "7>", "label": 7},
-        {"prompt": "8>", "label": ["a"], "metadata": '{"tools": []}'},
-    ]
-    first, second, third = load(write(tmp_path / "p.jsonl", rows))
-    assert (first.index, first.text, first.label, first.metadata) == (0, "31>", "13", {"level": 2})
-    assert (second.index, second.label, second.metadata) == (1, 7, {})
-    assert (third.label, third.metadata) == (["a"], {"tools": []})
-    assert load(tmp_path / "p.jsonl", label_key=None)[0].label is None
+ROWS = {
+    "text": ({"prompt": "31>", "label": "13", "metadata": {"level": 2}}, "13", {"level": 2}),
+    "number": ({"prompt": "31>", "label": 7}, 7, {}),
+    "list": ({"prompt": "31>", "label": ["a"], "metadata": '{"n": []}'}, ["a"], {"n": []}),
+}
+
+
+@pytest.mark.parametrize(("row", "label", "metadata"), ROWS.values(), ids=ROWS)
+def test_a_row_becomes_a_prompt(row, label, metadata, tmp_path):
+    (prompt,) = load(write(tmp_path / "p.jsonl", [row]))
+    assert prompt.text == "31>"
+    assert prompt.label == label
+    assert prompt.metadata == metadata
+
+
+def test_prompts_are_numbered_in_the_order_of_the_file(tmp_path):
+    rows = [{"prompt": "31>"}, {"prompt": "7>"}]
+    prompts = load(write(tmp_path / "p.jsonl", rows), label_key=None)
+    assert [(prompt.index, prompt.text) for prompt in prompts] == [(0, "31>"), (1, "7>")]
+
+
+def test_without_a_label_key_prompts_have_no_label(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "31>", "label": "13"}])
+    assert load(path, label_key=None)[0].label is None
 
 
 MESSAGES = [{"role": "system", "content": "sort"}, {"role": "user", "content": "31"}]
@@ -124,13 +142,13 @@ WITH_TOOLS = (
 )
 
 
-def load_with_tools(tmp_path, row, **options):
+def load_with_tools(tmp_path: Path, row: dict[str, Any], **options: Any) -> Prompt:
+    """The prompt of a row, with a chat template that renders the names of tools."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = WITH_TOOLS
     path = write(tmp_path / "p.jsonl", [{"prompt": "1", **row}])
-    return load_prompts(
-        path, tokenizer, **{"input_key": "prompt", "apply_chat_template": True, **options}
-    )[0]
+    options = {"input_key": "prompt", "apply_chat_template": True, **options}
+    return load_prompts(path, tokenizer, **options)[0]
 
 
 TOOL_COLUMNS = {
@@ -166,13 +184,16 @@ BAD_TOOLS = {
 
 
 @pytest.mark.parametrize("column", BAD_TOOLS.values(), ids=BAD_TOOLS)
-def test_malformed_tools_are_refused_in_one_message(tmp_path, column):
-    with pytest.raises(
-        ValueError, match=r"p\.jsonl, line 1 has 'tools' that is not a list of tools"
-    ):
+def test_malformed_tools_are_refused(tmp_path, column):
+    message = r"p\.jsonl, line 1 has 'tools' that is not a list of tools"
+    with pytest.raises(ValueError, match=message):
         load_with_tools(tmp_path, {"tools": column})
-    untouched = load_with_tools(tmp_path, {"tools": column}, apply_chat_template=False)
-    assert untouched.metadata == {"tools": column}
+
+
+@pytest.mark.parametrize("column", BAD_TOOLS.values(), ids=BAD_TOOLS)
+def test_without_a_template_tools_are_metadata(tmp_path, column):
+    prompt = load_with_tools(tmp_path, {"tools": column}, apply_chat_template=False)
+    assert prompt.metadata == {"tools": column}
 
 
 def test_evaluation_prompts_have_their_own_tool_key(tmp_path):
@@ -185,16 +206,17 @@ def test_evaluation_prompts_have_their_own_tool_key(tmp_path):
     assert load_evaluation_prompts(config, tokenizer)["accuracy"][0].text.startswith("[add]")
 
 
-def test_variables_reach_the_chat_template(tmp_path):
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [('{"enable_thinking": true}', "user:1.assistant:"), (None, "user:1.assistant:no")],
+    ids=["given", "none"],
+)
+def test_variables_reach_the_chat_template(tmp_path, variables, text):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE + "{% if not enable_thinking %}no{% endif %}"
     path = write(tmp_path / "p.jsonl", [{"prompt": "1"}])
-    config = make_config(
-        apply_chat_template=True, apply_chat_template_kwargs='{"enable_thinking": true}'
-    )
-    assert PromptDataset(path, tokenizer, config).prompts[0].text == "user:1.assistant:"
-    config = make_config(apply_chat_template=True)
-    assert PromptDataset(path, tokenizer, config).prompts[0].text == "user:1.assistant:no"
+    config = make_config(apply_chat_template=True, apply_chat_template_kwargs=variables)
+    assert PromptDataset(path, tokenizer, config).prompts[0].text == text
 
 
 @pytest.mark.parametrize(
@@ -266,9 +288,12 @@ def test_bad_files_are_refused_in_one_message(tmp_path, content, options, messag
     assert message in str(refusal.value)
 
 
-def test_a_missing_file_and_a_missing_template_are_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"none\.jsonl' does not exist"):
         load(tmp_path / "none.jsonl")
+
+
+def test_a_missing_template_is_refused(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     path = write(tmp_path / "p.jsonl", [{"prompt": "1"}])
@@ -276,15 +301,24 @@ def test_a_missing_file_and_a_missing_template_are_refused(tmp_path):
         load_prompts(path, tokenizer, input_key="prompt", apply_chat_template=True)
 
 
-def test_long_prompts_are_left_out_and_counted(tmp_path, caplog):
-    path = write(
-        tmp_path / "p.jsonl", [{"prompt": "123456"}, {"prompt": "123"}, {"prompt": "12345"}]
-    )
-    with caplog.at_level(logging.WARNING):
-        prompts = load(path, label_key=None, max_prompt_len=4)
+@pytest.fixture
+def long_prompts(tmp_path: Path) -> Path:
+    """Three prompts of 6, 3 and 5 tokens."""
+    rows = [{"prompt": "123456"}, {"prompt": "123"}, {"prompt": "12345"}]
+    return write(tmp_path / "p.jsonl", rows)
+
+
+def test_long_prompts_are_omitted(long_prompts):
+    prompts = load(long_prompts, label_key=None, max_prompt_len=4)
     assert [(prompt.index, prompt.text) for prompt in prompts] == [(1, "123")]
+
+
+def test_omitted_prompts_are_counted(long_prompts, caplog):
+    with caplog.at_level(logging.WARNING):
+        load(long_prompts, label_key=None, max_prompt_len=4)
     assert caplog.messages == [
-        f"2 of 3 prompts of {path} are longer than --rollout-max-prompt-len 4 and are omitted."
+        f"2 of 3 prompts of {long_prompts} are longer than --rollout-max-prompt-len 4 and are"
+        " omitted."
     ]
 
 
@@ -312,47 +346,77 @@ def test_parquet_without_pyarrow_says_how_to_install_it(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def digits(tmp_path):
+def digits(tmp_path: Path) -> Path:
+    """Prompts 0 to 4."""
     return write(tmp_path / "digits.jsonl", [{"prompt": str(digit)} for digit in range(5)])
 
 
-def texts(dataset, *sizes):
+def texts(dataset: PromptDataset, *sizes: int) -> list[str]:
+    """The prompts of batches of these sizes, joined."""
     return ["".join(prompt.text for prompt in dataset.next_batch(size)) for size in sizes]
 
 
-def test_batches_follow_the_file_or_are_shuffled_anew_each_epoch(digits):
+def shuffled(path: Path, seed: int) -> PromptDataset:
+    config = make_config(rollout_shuffle=True, rollout_seed=seed)
+    return PromptDataset(path, TOKENIZER, config)
+
+
+def test_batches_follow_the_file(digits):
     dataset = PromptDataset(digits, TOKENIZER, make_config())
     assert texts(dataset, 2, 2, 2, 5, 12) == ["01", "23", "40", "12340", "123401234012"]
+
+
+def test_the_state_has_the_position_in_the_epoch(digits):
+    dataset = PromptDataset(digits, TOKENIZER, make_config())
+    dataset.next_batch(23)
     state = dataset.state_dict()
-    assert (state["epoch"], state["position"], len(state["prompts"])) == (4, 3, 64)
-    dataset = PromptDataset(digits, TOKENIZER, make_config(rollout_shuffle=True, rollout_seed=1))
-    epochs = texts(dataset, 5, 5, 5, 5)
+    assert (state["epoch"], state["position"]) == (4, 3)
+    assert len(state["prompts"]) == 64  # hexadecimal digits of a SHA-256
+
+
+def test_each_epoch_has_another_order(digits):
+    epochs = texts(shuffled(digits, seed=1), 5, 5, 5, 5)
     assert all(sorted(epoch) == list("01234") for epoch in epochs)
     assert len(set(epochs)) > 1
-    again = PromptDataset(digits, TOKENIZER, make_config(rollout_shuffle=True, rollout_seed=1))
-    assert "".join(texts(again, 3, 7, 10)) == "".join(epochs)
-    other = PromptDataset(digits, TOKENIZER, make_config(rollout_shuffle=True, rollout_seed=2))
-    assert texts(other, 5, 5, 5, 5) != epochs
 
 
-def test_a_saved_place_is_gone_on_from_in_the_same_prompts_alone(digits, tmp_path):
-    config = make_config(rollout_shuffle=True)
-    dataset = PromptDataset(digits, TOKENIZER, config)
+def test_the_order_does_not_depend_on_the_batch_size(digits):
+    orders = ["".join(texts(shuffled(digits, seed=1), *sizes)) for sizes in ([20], [3, 7, 10])]
+    assert orders[0] == orders[1]
+
+
+def test_the_order_depends_on_the_seed(digits):
+    assert texts(shuffled(digits, seed=2), 20) != texts(shuffled(digits, seed=1), 20)
+
+
+def test_a_resumed_dataset_continues_at_its_position(digits):
+    dataset = shuffled(digits, seed=0)
     dataset.next_batch(8)
-    resumed = PromptDataset(digits, TOKENIZER, config)
+    resumed = shuffled(digits, seed=0)
     resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
     assert texts(dataset, 4, 4) == texts(resumed, 4, 4)
+
+
+def test_a_position_beyond_the_prompts_is_refused(digits):
+    dataset = shuffled(digits, seed=0)
+    state = {**dataset.state_dict(), "position": 9}
     with pytest.raises(ValueError, match="which is not a place in --prompt-data"):
-        resumed.load_state_dict({**dataset.state_dict(), "position": 9})
+        dataset.load_state_dict(state)
+
+
+@pytest.mark.parametrize("order", ["10234", "012340"], ids=["swapped", "longer"])
+def test_changed_prompts_are_refused(digits, order, tmp_path):
     state = PromptDataset(digits, TOKENIZER, make_config()).state_dict()
-    lines = digits.read_text().splitlines(keepends=True)
-    for name, changed in (
-        ("swapped", [lines[1], lines[0], *lines[2:]]),
-        ("longer", [*lines, lines[0]]),
-    ):
-        (tmp_path / f"{name}.jsonl").write_text("".join(changed))
-        other = PromptDataset(tmp_path / f"{name}.jsonl", TOKENIZER, make_config())
-        with pytest.raises(ValueError, match="have changed since the start of the run"):
-            other.load_state_dict(state)
-    (tmp_path / "moved.jsonl").write_text("".join(lines))
-    PromptDataset(tmp_path / "moved.jsonl", TOKENIZER, make_config()).load_state_dict(state)
+    changed = write(tmp_path / "changed.jsonl", [{"prompt": digit} for digit in order])
+    dataset = PromptDataset(changed, TOKENIZER, make_config())
+    with pytest.raises(ValueError, match="have changed since the start of the run"):
+        dataset.load_state_dict(state)
+
+
+def test_the_same_prompts_in_another_file_are_accepted(digits, tmp_path):
+    dataset = PromptDataset(digits, TOKENIZER, make_config())
+    dataset.next_batch(2)
+    (tmp_path / "moved.jsonl").write_text(digits.read_text())
+    moved = PromptDataset(tmp_path / "moved.jsonl", TOKENIZER, make_config())
+    moved.load_state_dict(dataset.state_dict())
+    assert texts(moved, 3) == ["234"]

@@ -131,6 +131,14 @@ def test_checkpoints_of_another_run_are_kept(tmp_path):
     assert names(tmp_path) == ["iter_0000002", "iter_0000007"]
 
 
+def test_checkpoints_of_another_run_are_not_counted(tmp_path):
+    write(tmp_path, 1, "mine")
+    write(tmp_path, 2, "other")
+    write(tmp_path, 7, "mine")
+    files.prune(tmp_path / "iter_0000007", "mine", retain=2)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000007"]
+
+
 def test_later_checkpoints_are_kept(tmp_path):
     for step in (6, 7, 9):
         write(tmp_path, step, "mine")
