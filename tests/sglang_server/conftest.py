@@ -1,24 +1,21 @@
-"""Servers and engines for tests against the real SGLang; `make test-sglang` runs them."""
+"""Servers and models for tests against the real SGLang; `make test-sglang` runs them."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import Prompt
-from slime_tis.trainer.engines.local.load_model import load_tokenizer
-from slime_tis.trainer.engines.rollout_engine import EngineHost
-from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
-from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
 from tests.checkpoints import BOS, make_checkpoint
+from tests.runs import make_task
+from tests.sglang_server.engines import ServedModel
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import PYTHON, RealServer
+from tests.sglang_server.training import without_engine
 
-# Large enough for several buckets of 1 MiB; of a wide vocabulary, so that end-of-sequence is rare
-# and responses long.
+# Large enough for several buckets of 1 MiB. The wide vocabulary makes end-of-sequence rare and
+# responses long.
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -27,8 +24,8 @@ SIZES = {
 }
 
 
-def pytest_sessionstart():
-    """These tests are not skipped where they cannot run."""
+def pytest_sessionstart() -> None:
+    """Ends the session if the servers' environment is missing: these tests are not skipped."""
     if not PYTHON.exists():
         pytest.exit(
             f"{PYTHON} does not exist: run `make sglang-env`, which builds the servers'"
@@ -39,83 +36,60 @@ def pytest_sessionstart():
 
 
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sglang")
 
 
 @pytest.fixture(scope="session")
-def checkpoint(directory):
+def checkpoint(directory: Path) -> Path:
     return make_checkpoint(directory / "model", "qwen3", **SIZES)
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint):
-    """What log-probs of `checkpoint` ought to be."""
-    return Reference(checkpoint)
-
-
-@pytest.fixture(scope="session")
-def other_reference(directory):
-    """What log-probs of the same model with other weights ought to be."""
-    return Reference(make_checkpoint(directory / "other", "qwen3", seed=1, **SIZES))
-
-
-@pytest.fixture(scope="session")
-def started(checkpoint, directory):
-    servers = [
-        RealServer(checkpoint, directory / f"server_{i}.log", "--dtype", "float32")
-        for i in range(2)
-    ]
+def started_servers(checkpoint: Path, directory: Path) -> Iterator[list[RealServer]]:
+    """Two servers, started side by side; most tests need only the first one."""
+    servers = []
+    for number in range(2):
+        log = directory / f"server_{number}.log"
+        servers.append(RealServer(checkpoint, log, "--dtype", "float32"))
     yield servers
     for server in servers:
         server.stop()
 
 
-@pytest.fixture
-def server(started):
-    return started[0].wait()
-
-
-@pytest.fixture
-def two_servers(started):
-    return [server.wait() for server in started]
-
-
-@pytest.fixture
-def make_engine(checkpoint, reference, tmp_path):
-    """Makes engines on given or launched servers, with the reference's weights as version 0."""
-    with ExitStack() as engines:
-
-        def make(*servers, weights=reference.named_tensors, push=True, sampling=None, **options):
-            urls = {"sglang_url": tuple(server.url for server in servers)} if servers else {}
-            config = SGLangConfig(sglang_bucket_mb=1, **urls, **options)
-            host = EngineHost(hf_checkpoint=checkpoint, weights=weights, output_dir=tmp_path)
-            engine = SGLangEngine(
-                SGLangSettings(config=config, sampling=sampling), load_tokenizer(checkpoint), host
-            )
-            engines.callback(engine.close)
-            if push:
-                engine.update_weights(reference.named_tensors, 0)
-            return engine
-
-        yield make
+@pytest.fixture(scope="session")
+def two_servers(started_servers: list[RealServer]) -> tuple[RealServer, RealServer]:
+    first, second = started_servers
+    return first.wait(), second.wait()
 
 
 @pytest.fixture(scope="session")
-def prompts():
-    texts = [[BOS, *(3 + (7 * i + 5 * j) % 60 for j in range(2 + 3 * i))] for i in range(8)]
-    return [Prompt(index=i, text=str(i), token_ids=tuple(ids)) for i, ids in enumerate(texts)]
+def model(checkpoint: Path, directory: Path, started_servers: list[RealServer]) -> ServedModel:
+    """A dense model on one server."""
+    other_checkpoint = make_checkpoint(directory / "other", "qwen3", seed=1, **SIZES)
+    return ServedModel(
+        checkpoint=checkpoint,
+        server=started_servers[0].wait(),
+        reference=Reference(checkpoint),
+        other_reference=Reference(other_checkpoint),
+        directory=directory,
+    )
 
 
-@dataclass
-class Real:
-    server: RealServer
-    make_engine: Callable[..., SGLangEngine]
-    prompts: list[Prompt]
-    reference: Reference
-    other_reference: Reference
+@pytest.fixture(scope="session")
+def prompts() -> list[Prompt]:
+    """Eight prompts of 3 to 24 tokens."""
+    rows = []
+    for index in range(8):
+        token_ids = [BOS]
+        for position in range(2 + 3 * index):
+            token_ids.append(3 + (7 * index + 5 * position) % 60)
+        rows.append(Prompt(index=index, text=str(index), token_ids=tuple(token_ids)))
+    return rows
 
 
-@pytest.fixture
-def real(server, make_engine, prompts, reference, other_reference):
-    return Real(server, make_engine, prompts, reference, other_reference)
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of train.py for a dense model, without a rollout engine."""
+    flags = make_task(tmp_path_factory.mktemp("task"), prompts=32, hidden_size=64)
+    return [*without_engine(flags), "--num-rollout", "4", "--lr", "1e-4"]

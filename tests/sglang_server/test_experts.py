@@ -1,22 +1,22 @@
-"""Routed experts and sampling masks of real servers, against transformers."""
+"""Routed experts of real servers, against transformers."""
 
 import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
-from slime_tis.trainer.data.sample import Sample, Sampling
-from slime_tis.trainer.engines.local.load_model import load_tokenizer, weights_by_file_name
-from slime_tis.trainer.engines.rollout_engine import EngineHost
-from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.local.load_model import weights_by_file_name
 from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
 from tests.checkpoints import make_checkpoint
-from tests.runs import read_metrics, run_apart
 from tests.samples import flat, reloaded
-from tests.sglang_server.references import BOUND, Reference, worst_by_version
+from tests.sglang_server.engines import ServedModel
+from tests.sglang_server.references import BOUND, Reference, largest_difference
 from tests.sglang_server.servers import RealServer, wait_for_decoding
-from tests.sglang_server.test_train import sglang_flags, task  # noqa: F401  # a fixture
 
 SIZES = {
     "hidden_size": 64,
@@ -25,242 +25,286 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 LONG = Sampling(max_response_len=300, n_samples=2, return_routed_experts=True)
+SHORT = dataclasses.replace(LONG, max_response_len=32)
+UNEVEN = dataclasses.replace(LONG, stop_token_ids=tuple(range(3, 1024, 32)))
+"""Many stop tokens, so that lengths differ."""
 
 
 class MoeReference(Reference):
-    """A mixture of experts in transformers, float32, which also says what its routers choose."""
+    """A mixture of experts in transformers, float32, with the choices of its routers."""
 
-    def __init__(self, checkpoint):
+    def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
-        self._chosen = {}
-        for name, module in self._model.named_modules():
-            if name.endswith(
-                ".mlp.experts"
-            ):  # called with hidden states, experts and their weights
-                module.register_forward_pre_hook(
-                    lambda module, args, name=name: self._chosen.__setitem__(name, args[1])
-                )
+        self._chosen: dict[str, Tensor] = {}
+        for name, module in self.model.named_modules():
+            if name.endswith(".mlp.experts"):
+                self._record(name, module)
 
-    def named_tensors(self):
+    def _record(self, name: str, experts: torch.nn.Module) -> None:
+        def record(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            # transformers calls this module with hidden states, experts and their weights
+            self._chosen[name] = args[1]
+
+        experts.register_forward_pre_hook(record)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Its weights under the names of files, one matrix for each expert."""
-        yield from weights_by_file_name(self._model).items()
+        yield from weights_by_file_name(self.model).items()
 
-    def experts(self, token_ids):
-        """[tokens - 1, layers, k] of all tokens but the last."""
-        self.log_probs(token_ids)
+    def experts(self, token_ids: Iterable[int]) -> Tensor:
+        """[tokens - 1, layers, k]: the experts of all tokens but the last."""
+        self.log_probs(list(token_ids))
         return torch.stack(list(self._chosen.values()), 1)[:-1]
 
 
+def start_model(directory: Path, family: str) -> ServedModel:
+    """A mixture of experts on a server that has just been started."""
+    checkpoints = []
+    for seed in range(2):
+        path = directory / f"{family}_{seed}"
+        checkpoints.append(make_checkpoint(path, family, seed=seed, **SIZES))
+    log = directory / f"{family}.log"
+    server = RealServer(checkpoints[0], log, "--dtype", "float32", "--enable-return-routed-experts")
+    return ServedModel(
+        checkpoint=checkpoints[0],
+        server=server,
+        reference=MoeReference(checkpoints[0]),
+        other_reference=MoeReference(checkpoints[1]),
+        directory=directory,
+    )
+
+
 @pytest.fixture(scope="module")
-def served(directory):
-    """A server with a mixture of experts, and references of its weights and of two others."""
-    paths = [
-        make_checkpoint(directory / f"moe_{seed}", "qwen3_moe", seed=seed, **SIZES)
-        for seed in range(2)
-    ]
-    server = RealServer(
-        paths[0], directory / "moe.log", "--dtype", "float32", "--enable-return-routed-experts"
-    )
-    references = [MoeReference(path) for path in paths]
-    yield server.wait(), {0: references[0], 1: references[1], 2: references[0]}, paths[0]
-    server.stop()
+def moe(directory: Path) -> Iterator[ServedModel]:
+    model = start_model(directory, "qwen3_moe")
+    model.server.wait()
+    yield model
+    model.server.stop()
 
 
-def connect(served, output_dir, **options):
-    server, references, path = served
-    config = SGLangConfig(sglang_url=(server.url,), **options)
-    host = EngineHost(
-        hf_checkpoint=path, weights=references[0].named_tensors, output_dir=output_dir
-    )
-    return SGLangEngine(SGLangSettings(config=config, sampling=LONG), load_tokenizer(path), host)
+def versions_of_next_tokens(sample: Sample) -> list[int]:
+    """The weight version of the token after each token but the last; the first one's in a
+    prompt."""
+    prompt_length = len(sample.row.token_ids)
+    versions = []
+    for position in range(len(sample.tokens) - 1):
+        next_response_position = max(position + 1 - prompt_length, 0)
+        versions.append(sample.weight_versions[next_response_position])
+    return versions
 
 
-@pytest.fixture
-def engine(served, tmp_path):
-    _, references, _ = served
-    engine = connect(served, tmp_path, sglang_bucket_mb=1)
-    engine.update_weights(references[0].named_tensors, 0)
-    yield engine
-    engine.close()
+def expected_experts(sample: Sample, references: Mapping[int, Reference]) -> Tensor:
+    """[tokens - 1, layers, k]: the choice of the weights that sampled the next token."""
+    versions = versions_of_next_tokens(sample)
+    by_version = {}
+    for version in set(versions):
+        reference = references[version]
+        assert isinstance(reference, MoeReference)
+        by_version[version] = reference.experts(sample.tokens)
+    rows = [by_version[version][position] for position, version in enumerate(versions)]
+    return torch.stack(rows)
 
 
-def assert_experts(sample, references):
-    """Every row is the choice of the weights that sampled the next token.
+def assert_experts(samples: Iterable[Sample], references: Mapping[int, Reference]) -> None:
+    """Compares the set of experts of each token; one token in 200 may differ.
 
-    Rows whose router hesitates between two experts may differ; there are next to none in float32.
+    If two experts have almost the same score, the rounding of float32 decides between them.
     """
-    first = len(sample.row.token_ids)
-    of_next = [
-        sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)
-    ]
-    by_version = {version: references[version].experts(sample.tokens) for version in set(of_next)}
-    expected = torch.stack([by_version[version][place] for place, version in enumerate(of_next)])
-    assert sample.rollout_routed_experts.shape == expected.shape
-    differing = (
-        (sample.rollout_routed_experts.long().sort(-1).values != expected.sort(-1).values)
-        .any(-1)
-        .any(-1)
-    )
-    assert int(differing.sum()) <= len(differing) // 200
-    assert worst_by_version(sample, references) < BOUND
-
-
-def test_experts_and_log_probs_are_those_of_transformers_through_updates(
-    served, engine, prompts, tmp_path
-):
-    server, references, _ = served
-    sampling = Sampling(max_response_len=32, n_samples=2, return_routed_experts=True)
-    for sample in flat(engine.generate(prompts, sampling, seed=0)):
-        assert_experts(sample, references)
-    pending = engine.submit(prompts, LONG, seed=1)
-    for version in (1, 2):
-        wait_for_decoding(server.log)
-        engine.update_weights(references[version].named_tensors, version)
-    samples = flat(pending.result())
     for sample in samples:
-        assert_experts(sample, references)
-    assert [len(set(sample.weight_versions)) for sample in samples].count(
-        3
-    ) >= 2  # or the updates missed them
-    engine.close()
+        expected = expected_experts(sample, references)
+        experts = sample.rollout_routed_experts
+        assert experts is not None and experts.shape == expected.shape
+        are_different = experts.long().sort(-1).values != expected.sort(-1).values
+        num_different = int(are_different.flatten(1).any(-1).sum())
+        assert num_different <= len(expected) // 200
 
-    by_disk = connect(served, tmp_path, sglang_weight_sync="disk")
-    by_disk.update_weights(references[1].named_tensors, 1)
-    for sample in flat(by_disk.generate(prompts[:4], sampling, seed=2)):
+
+def assert_log_probs(samples: Iterable[Sample], references: Mapping[int, Reference]) -> None:
+    for sample in samples:
+        assert largest_difference(sample, references) < BOUND
+
+
+@pytest.fixture(scope="module")
+def plain_rollout(moe: ServedModel, prompts: list[Prompt]) -> list[Sample]:
+    with moe.engine(sampling=LONG) as engine:
+        return flat(engine.generate(prompts, SHORT, seed=0))
+
+
+def test_experts_are_those_of_transformers(plain_rollout: list[Sample], moe: ServedModel) -> None:
+    assert_experts(plain_rollout, moe.references())
+
+
+def test_log_probs_of_a_moe_are_those_of_transformers(
+    plain_rollout: list[Sample], moe: ServedModel
+) -> None:
+    assert_log_probs(plain_rollout, moe.references())
+
+
+@pytest.fixture(scope="module")
+def updated_rollout(moe: ServedModel, prompts: list[Prompt]) -> list[Sample]:
+    """Responses during which the weights are updated twice."""
+    with moe.engine(sampling=LONG) as engine:
+        pending = engine.submit(prompts, LONG, seed=1)
+        for version in (1, 2):
+            wait_for_decoding(moe.server.log)
+            engine.update_weights(moe.references()[version].named_tensors, version)
+        return flat(pending.result())
+
+
+def test_moe_responses_continue_over_updates(updated_rollout: list[Sample]) -> None:
+    num_versions = [len(set(sample.weight_versions)) for sample in updated_rollout]
+    assert num_versions.count(3) >= 2, "the updates came too early or too late"
+
+
+def test_experts_follow_updates_within_responses(
+    updated_rollout: list[Sample], moe: ServedModel
+) -> None:
+    assert_experts(updated_rollout, moe.references())
+
+
+def test_log_probs_follow_updates_within_moe_responses(
+    updated_rollout: list[Sample], moe: ServedModel
+) -> None:
+    assert_log_probs(updated_rollout, moe.references())
+
+
+@pytest.fixture(scope="module")
+def disk_rollout(moe: ServedModel, prompts: list[Prompt]) -> list[Sample]:
+    """Responses after an update over the disk."""
+    with moe.engine(sampling=LONG, sglang_weight_sync="disk", push=False) as engine:
+        engine.update_weights(moe.other_reference.named_tensors, 1)
+        return flat(engine.generate(prompts[:4], SHORT, seed=2))
+
+
+def test_a_disk_update_sets_the_version_of_tokens(disk_rollout: list[Sample]) -> None:
+    for sample in disk_rollout:
         assert set(sample.weight_versions) == {1}
-        assert_experts(sample, references)
-    by_disk.close()
 
 
-def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_update(
-    directory, prompts, tmp_path
-):
-    paths = [
-        make_checkpoint(directory / f"glm_{seed}", "glm4_moe", seed=seed, **SIZES)
-        for seed in range(2)
+def test_experts_follow_a_disk_update(disk_rollout: list[Sample], moe: ServedModel) -> None:
+    assert_experts(disk_rollout, moe.references())
+
+
+def test_log_probs_follow_a_disk_update_of_a_moe(
+    disk_rollout: list[Sample], moe: ServedModel
+) -> None:
+    assert_log_probs(disk_rollout, moe.references())
+
+
+@dataclasses.dataclass
+class PartialRollout:
+    """A rollout that leaves responses unfinished, which a later one completes."""
+
+    completed: list[Sample]
+    """Groups that were complete at the end of the first rollout."""
+    unfinished: list[Sample]
+    """Responses with tokens that the end of the first rollout aborted."""
+    resumed: list[Sample]
+    """Responses of the unfinished groups, resumed after a checkpoint and an update."""
+
+
+def aborted_responses(groups: list[list[Sample]]) -> list[Sample]:
+    """Aborted samples that have response tokens."""
+    aborted = [sample for sample in flat(groups) if sample.status is Sample.Status.ABORTED]
+    return [sample for sample in aborted if sample.response_ids]
+
+
+def complete_three_groups(engine: SGLangEngine, prompts: list[Prompt]) -> list[Sample]:
+    return flat(engine.submit(prompts, UNEVEN, seed=0, num_groups=3).result())
+
+
+@pytest.fixture(scope="module")
+def partial_rollout(moe: ServedModel, prompts: list[Prompt]) -> PartialRollout:
+    with moe.engine(sampling=LONG) as engine:
+        completed = complete_three_groups(engine, prompts)
+        groups = engine.unfinished()
+        unfinished = aborted_responses(groups)
+        stored = reloaded(groups)
+        engine.update_weights(moe.other_reference.named_tensors, 1)
+        engine.resume_unfinished(stored)
+        resumed = engine.submit([], UNEVEN, seed=1, num_groups=len(groups)).result()
+    return PartialRollout(completed, unfinished, flat(resumed))
+
+
+def test_a_partial_rollout_aborts_begun_responses(partial_rollout: PartialRollout) -> None:
+    assert partial_rollout.unfinished
+
+
+def test_experts_of_aborted_responses_are_complete(
+    partial_rollout: PartialRollout, moe: ServedModel
+) -> None:
+    samples = [*partial_rollout.completed, *partial_rollout.unfinished]
+    assert_experts(samples, moe.references())
+
+
+def test_log_probs_of_aborted_moe_responses_are_exact(
+    partial_rollout: PartialRollout, moe: ServedModel
+) -> None:
+    samples = [*partial_rollout.completed, *partial_rollout.unfinished]
+    assert_log_probs(samples, moe.references())
+
+
+def test_aborted_responses_continue_with_new_weights(partial_rollout: PartialRollout) -> None:
+    over_update = [
+        sample for sample in partial_rollout.resumed if set(sample.weight_versions) == {0, 1}
     ]
-    server = RealServer(
-        paths[0], directory / "glm.log", "--dtype", "float32", "--enable-return-routed-experts"
-    )
-    try:
-        references = {version: MoeReference(path) for version, path in enumerate(paths)}
-        engine = connect((server.wait(), references, paths[0]), tmp_path, sglang_bucket_mb=1)
-        sampling = Sampling(max_response_len=16, n_samples=2, return_routed_experts=True)
+    assert len(over_update) == len(partial_rollout.unfinished)
+
+
+def test_resumed_responses_keep_their_experts(
+    partial_rollout: PartialRollout, moe: ServedModel
+) -> None:
+    assert_experts(partial_rollout.resumed, moe.references())
+
+
+def test_log_probs_of_resumed_moe_responses_are_exact(
+    partial_rollout: PartialRollout, moe: ServedModel
+) -> None:
+    assert_log_probs(partial_rollout.resumed, moe.references())
+
+
+@pytest.fixture(scope="module")
+def grouped_moe(directory: Path) -> Iterator[ServedModel]:
+    """GLM-4.5's router has a bias and groups of experts."""
+    model = start_model(directory, "glm4_moe")
+    model.server.wait()
+    yield model
+    model.server.stop()
+
+
+@pytest.fixture(scope="module")
+def grouped_rollouts(grouped_moe: ServedModel, prompts: list[Prompt]) -> dict[int, list[Sample]]:
+    """Samples by the version of the weights that were sent before their rollout."""
+    sampling = dataclasses.replace(LONG, max_response_len=16)
+    rollouts = {}
+    with grouped_moe.engine(sampling=LONG, push=False) as engine:
         for version in (0, 1):
-            engine.update_weights(references[version].named_tensors, version)
-            samples = flat(engine.generate(prompts[:4], sampling, seed=0))
-            assert {one for sample in samples for one in sample.weight_versions} == {version}
-            for sample in samples:
-                assert_experts(sample, references)
-        engine.close()
-    finally:
-        server.stop()
+            source = grouped_moe.references()[version].named_tensors
+            engine.update_weights(source, version)
+            rollouts[version] = flat(engine.generate(prompts[:4], sampling, seed=0))
+    return rollouts
 
 
-def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_update(
-    served, engine, prompts
-):
-    _, references, _ = served
-    sampling = dataclasses.replace(
-        LONG, stop_token_ids=tuple(range(3, 1024, 32))
-    )  # so that lengths differ
-    groups = engine.submit(prompts, sampling, seed=0, num_groups=3).result()
-    left = engine.unfinished()
-    begun = [
-        sample
-        for sample in flat(left)
-        if sample.status is Sample.Status.ABORTED and sample.response_ids
-    ]
-    assert begun
-    for sample in [*flat(groups), *begun]:
-        assert_experts(sample, references)
-    stored = reloaded(left)
-    engine.update_weights(references[1].named_tensors, 1)
-    engine.resume_unfinished(stored)
-    finished = flat(engine.submit([], sampling, seed=1, num_groups=len(left)).result())
-    for sample in finished:
-        assert_experts(sample, references)
-    assert sum(set(sample.weight_versions) == {0, 1} for sample in finished) == len(begun)
+VERSIONS = pytest.mark.parametrize("version", [0, 1], ids=["first weights", "updated"])
 
 
-CASES = {
-    "top-p": {"top_p": 0.9},
-    "top-k": {"top_k": 7},
-    "both, hot": {"top_p": 0.8, "top_k": 50, "temperature": 1.7},
-    "both, cool": {"top_p": 0.95, "top_k": 20, "temperature": 0.6},
-    "greedy": {"top_k": 1},
-}
+@VERSIONS
+def test_an_update_of_a_grouped_router_sets_the_version(
+    version: int, grouped_rollouts: dict[int, list[Sample]]
+) -> None:
+    for sample in grouped_rollouts[version]:
+        assert set(sample.weight_versions) == {version}
 
 
-def truncated(**filters):
-    return Sampling(max_response_len=40, n_samples=2, return_sampling_mask=True, **filters)
+@VERSIONS
+def test_grouped_routers_choose_as_in_transformers(
+    version: int, grouped_rollouts: dict[int, list[Sample]], grouped_moe: ServedModel
+) -> None:
+    assert_experts(grouped_rollouts[version], grouped_moe.references())
 
 
-def expected_sizes(reference, sample, sampling):
-    """The number of tokens that SGLang leaves: top-p applies to the full distribution."""
-    probs = (
-        (reference.logits(sample) / sampling.temperature)
-        .softmax(-1)
-        .sort(-1, descending=True)
-        .values
-    )
-    sizes = (probs.cumsum(-1) - probs < sampling.top_p).sum(-1)
-    return sizes if sampling.top_k == -1 else sizes.clamp(max=sampling.top_k)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_sets_and_log_probs_are_those_of_transformers(case, real):
-    sampling = truncated(**CASES[case])
-    engine = real.make_engine(real.server, sampling=sampling)
-    for version, weights in ((0, real.reference), (1, real.other_reference)):
-        if version:
-            engine.update_weights(weights.named_tensors, version)
-        for sample in flat(engine.generate(real.prompts, sampling, seed=0)):
-            assert set(sample.weight_versions) == {version}
-            assert sample.sampling_mask.contains(torch.tensor(sample.response_ids)).all()
-            assert weights.gap_over_sets(sample, (version,), sampling.temperature) < BOUND
-            sizes = expected_sizes(weights, sample, sampling)
-            # A token whose likelier ones sum to the nucleus probability but for rounding may be in
-            # or out.
-            assert (sample.sampling_mask.lengths - sizes).abs().max() <= 1
-            assert (sample.sampling_mask.lengths == sizes).float().mean() > 0.9
-
-
-def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(real):
-    long = dataclasses.replace(truncated(top_p=0.9), max_response_len=400)
-    engine = real.make_engine(real.server, sampling=long)
-    rollout = engine.submit(real.prompts, long, seed=0)
-    wait_for_decoding(real.server.log)
-    engine.update_weights(real.other_reference.named_tensors, 1)
-    updated = flat(rollout.result())
-    assert {version for sample in updated for version in sample.weight_versions} == {0, 1}
-
-    short = dataclasses.replace(long, stop_token_ids=tuple(range(3, 1024, 32)))
-    groups = engine.submit(real.prompts, short, seed=0, num_groups=3).result()
-    left = engine.unfinished()
-    engine.update_weights(real.reference.named_tensors, 2)
-    groups += engine.submit([], short, seed=1, num_groups=len(left)).result()
-    partial = flat(groups)
-    assert {version for sample in partial for version in sample.weight_versions} == {1, 2}
-    for sample in [*updated, *partial]:
-        assert len(sample.sampling_mask) == len(sample.response_ids)
-        assert (sample.sampling_mask.lengths > 0).all()
-        assert real.reference.gap_over_sets(sample, (0, 2)) < BOUND
-        assert real.other_reference.gap_over_sets(sample, (1,)) < BOUND
-
-
-def test_a_run_with_top_p_has_no_mismatch_and_measures_its_sets(task, tmp_path):  # noqa: F811
-    flags = [
-        *task,
-        *sglang_flags("--sglang-dtype", "float32"),
-        "--rollout-top-p",
-        "0.9",
-        "--rollout-top-k",
-        "40",
-    ]
-    run = run_apart([*flags, "--context-parallel-size", "2"], tmp_path, ranks=2)
-    assert run.returncode == 0, run.stderr
-    for row in read_metrics(tmp_path):
-        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
-        assert 1 < row["rollout/sampling_mask_tokens"] <= 40
-        assert row["rollout/sampling_mask_missing"] == row["rollout/sampling_mask_violations"] == 0
+@VERSIONS
+def test_log_probs_of_a_grouped_router_are_exact(
+    version: int, grouped_rollouts: dict[int, list[Sample]], grouped_moe: ServedModel
+) -> None:
+    assert_log_probs(grouped_rollouts[version], grouped_moe.references())

@@ -3,7 +3,9 @@
 import json
 import math
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -11,197 +13,272 @@ import torch
 
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sample_file import from_dict, load_samples
-from tests.runs import free_port, make_task, read_metrics, run_apart, start_apart
+from tests.runs import Completed, make_task, read_metrics, run_apart, start_apart
 from tests.samples import flat
-from tests.sglang_server.servers import FLAGS, PYTHON
+from tests.sglang_server.training import server_flags, without_engine
 
+Row = dict[str, Any]
+"""A row of metrics.jsonl."""
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    flags = make_task(tmp_path_factory.mktemp("task"), prompts=32, hidden_size=64)
-    precision = flags.index("--rollout-precision")  # of the local engine
-    return [
-        *flags[:precision],
-        *flags[precision + 2 :],
-        "--num-rollout",
-        str(STEPS),
-        "--lr",
-        "1e-4",
-    ]
+@dataclass
+class FinishedRun:
+    """A run that ended without an error."""
+
+    rows: list[Row]
+    output: Path
+    stdout: str
+    stderr: str
 
 
-def sglang_flags(*server_flags):
-    launch = ["--rollout-engine", "sglang", "--sglang-launch", "1", "--sglang-python", str(PYTHON)]
-    return [
-        *launch,
-        "--sglang-base-port",
-        str(free_port()),
-        "--sglang-config",
-        str(FLAGS),
-        *server_flags,
-    ]
-
-
-def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task, tmp_path):
-    flags = [
-        *task,
-        *sglang_flags("--sglang-dtype", "bfloat16"),
-        "--check-weight-sync",
-        "--sglang-weight-sync",
-        "disk",
-    ]
-    run = run_apart(
-        [*flags, "--rollout-lookahead", "1", "--use-tis", "--tis-upper-bound", "2.0"], tmp_path
-    )
+def finished_run(flags: list[str], output: Path, ranks: int = 1) -> FinishedRun:
+    run = run_apart(flags, output, ranks)
     assert run.returncode == 0, run.stderr
-    assert "engines agree" in run.stdout and "prefix cache" not in run.stderr
-    rows = read_metrics(tmp_path)
-    assert len(rows) == STEPS
-    for row in rows:
-        assert (
-            1e-4 < row["train/train_rollout_logprob_abs_diff"] < 0.2
-        )  # the second step: up to 0.11 in five runs
+    return FinishedRun(read_metrics(output), output, run.stdout, run.stderr)
+
+
+@pytest.fixture(scope="module")
+def bf16_run(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """A run whose rollouts are one step ahead, on a server in bf16."""
+    flags = [*task, *server_flags(dtype="bfloat16")]
+    flags += ["--sglang-weight-sync", "disk", "--check-weight-sync"]
+    flags += ["--rollout-lookahead", "1", "--use-tis", "--tis-upper-bound", "2.0"]
+    run = finished_run(flags, tmp_path_factory.mktemp("bf16"))
+    assert len(run.rows) == STEPS
+    return run
+
+
+def test_engines_agree_on_a_bf16_server(bf16_run: FinishedRun) -> None:
+    assert "engines agree" in bf16_run.stdout
+    assert "prefix cache" not in bf16_run.stderr
+
+
+def test_the_first_rollout_is_on_policy(bf16_run: FinishedRun) -> None:
+    assert bf16_run.rows[0]["rollout/weight_staleness"] == 0
+
+
+def test_bf16_alone_changes_log_probs_a_little(bf16_run: FinishedRun) -> None:
+    # The first rollout is on-policy, so the server's precision is the only difference.
+    assert bf16_run.rows[0]["train/train_rollout_logprob_abs_diff"] < 0.03
+
+
+def test_a_run_measures_the_mismatch_of_bf16(bf16_run: FinishedRun) -> None:
+    for row in bf16_run.rows:
+        # up to 0.11 in the second step of five runs
+        assert 1e-4 < row["train/train_rollout_logprob_abs_diff"] < 0.2
         assert 0.0 < row["train/mismatch_k3_kl"] < 0.1
-        assert row["train/mis_weight_max"] <= 2.0 and row["train/mis_weight_std"] > 0.0
-        assert math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0.0
-        assert row["rollout/sglang_retries"] == row["rollout/sglang_deaths"] == 0
-    assert rows[0]["rollout/weight_staleness"] == 0
-    assert rows[0]["train/train_rollout_logprob_abs_diff"] < 0.03  # bf16 alone
-    assert max(row["rollout/weight_staleness_max"] for row in rows) == 1
-    assert not [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(tmp_path) in str(process.info["cmdline"])
-    ]
 
 
-def test_a_server_with_another_norm_epsilon_is_named_before_the_first_step(task, tmp_path):
-    override = [
-        "--sglang-json-model-override-args",
-        '{"rms_norm_eps": 0.01}',
-        "--sglang-dtype",
-        "float32",
-    ]
-    run = run_apart([*task, *sglang_flags(*override), "--check-engines", "stop"], tmp_path)
-    assert run.returncode == 1 and "uses a norm epsilon of 0.01" in run.stderr
+def test_importance_weights_of_bf16_are_truncated(bf16_run: FinishedRun) -> None:
+    for row in bf16_run.rows:
+        assert row["train/mis_weight_max"] <= 2.0
+        assert row["train/mis_weight_std"] > 0.0
 
 
-def test_two_ranks_that_share_a_model_give_an_fp32_server_its_weights(task, tmp_path):
-    data = str(tmp_path / "rollout_{rollout_id}.jsonl")
-    flags = [*task, *sglang_flags("--sglang-dtype", "float32"), "--tensor-model-parallel-size", "2"]
-    flags += [
-        "--check-weight-sync",
-        "--weight-sync-bound",
-        "1e-4",
-        "--save-debug-rollout-data",
-        data,
-    ]
-    run = run_apart(flags, tmp_path, ranks=2)
-    assert run.returncode == 0, run.stderr
-    rows = read_metrics(tmp_path)
-    assert len(rows) == STEPS
-    for row in rows:
-        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
-        assert row["rollout/weight_staleness_max"] == 0
-    for rollout in range(STEPS):
-        samples = [
-            json.loads(line)
-            for line in Path(data.format(rollout_id=rollout)).read_text().splitlines()
-        ]
-        assert {version for sample in samples for version in sample["weight_versions"]} == {rollout}
+def test_every_step_on_a_bf16_server_trains(bf16_run: FinishedRun) -> None:
+    for row in bf16_run.rows:
+        assert math.isfinite(row["train/loss"])
+        assert row["train/grad_norm"] > 0.0
+
+
+def test_no_request_is_repeated(bf16_run: FinishedRun) -> None:
+    for row in bf16_run.rows:
+        assert row["rollout/sglang_retries"] == 0
+        assert row["rollout/sglang_deaths"] == 0
+
+
+def test_a_lookahead_of_one_makes_tokens_one_step_old(bf16_run: FinishedRun) -> None:
+    assert max(row["rollout/weight_staleness_max"] for row in bf16_run.rows) == 1
+
+
+def test_a_run_ends_its_server(bf16_run: FinishedRun) -> None:
+    remaining = []
+    for process in psutil.process_iter(["cmdline"]):
+        if str(bf16_run.output) in str(process.info["cmdline"]):
+            remaining.append(process)
+    assert remaining == []
+
+
+def test_a_wrong_norm_epsilon_stops_before_training(task: list[str], tmp_path: Path) -> None:
+    flags = [*task, *server_flags(dtype="float32"), "--check-engines", "stop"]
+    flags += ["--sglang-json-model-override-args", '{"rms_norm_eps": 0.01}']
+    run = run_apart(flags, tmp_path)
+    assert run.returncode == 1
+    assert "uses a norm epsilon of 0.01" in run.stderr
+
+
+@dataclass
+class TensorParallelRun:
+    """A run of two tensor-parallel ranks on a server in fp32."""
+
+    rows: list[Row]
+    versions: list[set[int]]
+    """Weight versions of the tokens of each rollout."""
 
 
 @pytest.fixture(scope="module")
-def experts_task(tmp_path_factory):
-    flags = make_task(
-        tmp_path_factory.mktemp("experts"),
-        "qwen3_moe",
-        prompts=32,
-        hidden_size=64,
-        num_hidden_layers=3,
-    )
-    precision = flags.index("--rollout-precision")
-    flags = [
-        *flags[:precision],
-        *flags[precision + 2 :],
-        "--lr",
-        "1e-5",
-        "--use-rollout-routing-replay",
-    ]
-    return [*flags, *sglang_flags("--sglang-dtype", "bfloat16")]
+def tensor_parallel_run(
+    task: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> TensorParallelRun:
+    output = tmp_path_factory.mktemp("tensor_parallel")
+    flags = [*task, *server_flags(dtype="float32"), "--tensor-model-parallel-size", "2"]
+    flags += ["--check-weight-sync", "--weight-sync-bound", "1e-4"]
+    flags += ["--save-debug-rollout-data", str(output / "rollout_{rollout_id}.jsonl")]
+    run = finished_run(flags, output, ranks=2)
+    assert len(run.rows) == STEPS
+    versions = []
+    for rollout in range(STEPS):
+        rollout_versions: set[int] = set()
+        for line in (output / f"rollout_{rollout}.jsonl").read_text().splitlines():
+            rollout_versions.update(json.loads(line)["weight_versions"])
+        versions.append(rollout_versions)
+    return TensorParallelRun(run.rows, versions)
 
 
-def test_a_run_replays_the_experts_of_a_bf16_server(experts_task, tmp_path):
-    flags = ["--num-rollout", "2", "--n-samples-per-prompt", "16", "--num-steps-per-rollout", "2"]
-    run = run_apart([*experts_task, *flags, "--measure-routing-mismatch", "1"], tmp_path)
-    assert run.returncode == 0, run.stderr
-    rows = read_metrics(tmp_path)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for row in rows:
+def test_two_ranks_send_complete_tensors(tensor_parallel_run: TensorParallelRun) -> None:
+    for row in tensor_parallel_run.rows:
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_two_ranks_train_on_policy(tensor_parallel_run: TensorParallelRun) -> None:
+    staleness = [row["rollout/weight_staleness_max"] for row in tensor_parallel_run.rows]
+    assert staleness == [0] * STEPS
+
+
+def test_each_rollout_has_the_version_of_its_step(tensor_parallel_run: TensorParallelRun) -> None:
+    assert tensor_parallel_run.versions == [{step} for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def experts_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a run that replays the experts of a server in bf16."""
+    directory = tmp_path_factory.mktemp("experts")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3}
+    flags = make_task(directory, "qwen3_moe", prompts=32, **sizes)
+    flags = [*without_engine(flags), "--lr", "1e-5", "--use-rollout-routing-replay"]
+    return [*flags, *server_flags(dtype="bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def replay_run(experts_task: list[str], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    flags = [*experts_task, "--num-rollout", "2", "--n-samples-per-prompt", "16"]
+    flags += ["--num-steps-per-rollout", "2", "--measure-routing-mismatch", "1"]
+    run = finished_run(flags, tmp_path_factory.mktemp("replay"))
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    return run
+
+
+def test_a_server_gives_the_experts_of_every_token(replay_run: FinishedRun) -> None:
+    for row in replay_run.rows:
         assert row["train/routing_replay_missing"] == 0
+
+
+def test_a_bf16_server_chooses_some_other_experts(replay_run: FinishedRun) -> None:
+    for row in replay_run.rows:
         assert 0 < row["train/routing_difference"] < 0.5
-        with_replay, without = (
-            row[f"train/{name}_replay/mismatch_k3_kl"] for name in ("with", "without")
-        )
-        assert math.isfinite(without) and 0 < with_replay < without
-    last = rows[-1]
-    assert last["rollout/sglang_retries"] == last["rollout/sglang_malformed_responses"] == 0
 
 
-def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_stragglers(
-    experts_task, tmp_path
-):
-    data = tmp_path / "rollout_{rollout_id}.jsonl"
-    flags = [
-        *experts_task,
-        "--partial-rollout",
-        "--over-sampling-batch-size",
-        "8",
-        "--num-rollout",
-        "6",
-    ]
-    flags += [
-        "--rollout-max-response-len",
-        "100",
-        "--rollout-stop-token-ids",
-        *map(str, range(3, 64, 24)),
-    ]
-    flags += ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", str(data)]
-    first = start_apart(flags, tmp_path / "first")
-    metrics = tmp_path / "first" / "metrics.jsonl"
-    first.until(lambda: metrics.exists() and metrics.read_text(), timeout=600)
-    first.processes[0].terminate()
-    ended = first.wait(120)
-    assert ended.statuses == [128 + signal.SIGTERM], ended.stderr
-    (checkpoint,) = (tmp_path / "checkpoints").glob("iter_*")
-    unfinished = json.loads((checkpoint / "trainer_state.json").read_text())["unfinished"]
-    left = [
-        sample for group in unfinished for sample in map(from_dict, group) if sample.response_ids
-    ]
-    begun = [sample for sample in left if sample.status is Sample.Status.ABORTED]
-    run = run_apart([*flags, "--load", str(tmp_path / "checkpoints")], tmp_path / "second")
-    assert run.returncode == 0, run.stderr
-    rows = [*read_metrics(tmp_path / "first"), *read_metrics(tmp_path / "second")]
-    assert [row["step"] for row in rows] == list(range(1, 7))
-    assert all(row["train/routing_replay_missing"] == 0 for row in rows)
-    files = [
-        data.with_name(f"rollout_{rollout}.jsonl")
-        for rollout in range(len(read_metrics(tmp_path / "first")), 6)
-    ]
-    trained = [sample for file in files for sample in flat(load_samples(file, 4, 4))]
-    pairs = [(one, whole) for one in begun for whole in trained if begins_with(whole, one)]
-    assert pairs
-    for one, whole in pairs:
-        assert whole.rollout_routed_experts is not None and one.rollout_routed_experts is not None
-        assert torch.equal(
-            whole.rollout_routed_experts[: len(one.tokens) - 1], one.rollout_routed_experts
-        )
-        assert len(whole.rollout_routed_experts) == len(whole.tokens) - 1
+def test_routing_replay_lowers_the_mismatch(replay_run: FinishedRun) -> None:
+    for row in replay_run.rows:
+        without_replay = row["train/without_replay/mismatch_k3_kl"]
+        assert math.isfinite(without_replay)
+        assert 0 < row["train/with_replay/mismatch_k3_kl"] < without_replay
 
 
-def begins_with(whole, part):
-    first = whole.prompt_index, whole.response_ids[: part.response_length]
-    log_probs = whole.rollout_log_probs[: part.response_length]
-    return (*first, log_probs) == (part.prompt_index, part.response_ids, part.rollout_log_probs)
+def test_answers_with_experts_are_well_formed(replay_run: FinishedRun) -> None:
+    last = replay_run.rows[-1]
+    assert last["rollout/sglang_retries"] == 0
+    assert last["rollout/sglang_malformed_responses"] == 0
+
+
+@dataclass
+class InterruptedRun:
+    """A partial rollout that a signal interrupts, and the run that resumes it."""
+
+    first: Completed
+    rows: list[Row]
+    """Metrics of both runs."""
+    pairs: list[tuple[Sample, Sample]]
+    """Unfinished responses of the checkpoint, and the trained responses that begin with them."""
+
+
+def begins_with(sample: Sample, beginning: Sample) -> bool:
+    """Whether a sample continues another one."""
+    length = beginning.response_length
+    return (
+        sample.prompt_index == beginning.prompt_index
+        and sample.response_ids[:length] == beginning.response_ids
+        and sample.rollout_log_probs[:length] == beginning.rollout_log_probs
+    )
+
+
+def unfinished_responses(checkpoint: Path) -> list[Sample]:
+    """Aborted samples of a checkpoint that have response tokens."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    samples = [from_dict(fields) for fields in flat(state["unfinished"])]
+    aborted = [sample for sample in samples if sample.status is Sample.Status.ABORTED]
+    return [sample for sample in aborted if sample.response_ids]
+
+
+@pytest.fixture(scope="module")
+def interrupted_run(
+    experts_task: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> InterruptedRun:
+    directory = tmp_path_factory.mktemp("interrupted")
+    flags = [*experts_task, "--num-rollout", "6", "--rollout-max-response-len", "100"]
+    flags += ["--partial-rollout", "--over-sampling-batch-size", "8"]
+    # Stop tokens make lengths differ, so that some responses are unfinished.
+    flags += ["--rollout-stop-token-ids", *map(str, range(3, 64, 24))]
+    flags += ["--save", str(directory / "checkpoints")]
+    flags += ["--save-debug-rollout-data", str(directory / "rollout_{rollout_id}.jsonl")]
+    started = start_apart(flags, directory / "first")
+    metrics = directory / "first" / "metrics.jsonl"
+    started.until(lambda: metrics.exists() and metrics.read_text(), timeout=600)
+    started.processes[0].terminate()
+    first = started.wait(120)
+    (checkpoint,) = (directory / "checkpoints").glob("iter_*")
+    unfinished = unfinished_responses(checkpoint)
+    resumed = finished_run([*flags, "--load", str(directory / "checkpoints")], directory / "second")
+    first_rows = read_metrics(directory / "first")
+    trained: list[Sample] = []
+    for rollout in range(len(first_rows), 6):
+        groups = load_samples(directory / f"rollout_{rollout}.jsonl", 4, 4)
+        trained += flat(groups)
+    pairs = []
+    for beginning in unfinished:
+        pairs += [(beginning, sample) for sample in trained if begins_with(sample, beginning)]
+    return InterruptedRun(first, [*first_rows, *resumed.rows], pairs)
+
+
+def test_sigterm_ends_a_run_with_its_status(interrupted_run: InterruptedRun) -> None:
+    assert interrupted_run.first.statuses == [128 + signal.SIGTERM], interrupted_run.first.stderr
+
+
+def test_a_resumed_run_completes_the_steps(interrupted_run: InterruptedRun) -> None:
+    assert [row["step"] for row in interrupted_run.rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_experts_are_missing_after_an_interruption(interrupted_run: InterruptedRun) -> None:
+    for row in interrupted_run.rows:
+        assert row["train/routing_replay_missing"] == 0
+
+
+def test_unfinished_responses_are_continued(interrupted_run: InterruptedRun) -> None:
+    assert interrupted_run.pairs
+
+
+def test_continued_responses_keep_their_experts(interrupted_run: InterruptedRun) -> None:
+    for beginning, sample in interrupted_run.pairs:
+        kept = beginning.rollout_routed_experts
+        experts = sample.rollout_routed_experts
+        assert kept is not None and experts is not None
+        assert torch.equal(experts[: len(beginning.tokens) - 1], kept)
+
+
+def test_continued_responses_have_experts_for_all_tokens(
+    interrupted_run: InterruptedRun,
+) -> None:
+    for _, sample in interrupted_run.pairs:
+        assert sample.rollout_routed_experts is not None
+        assert len(sample.rollout_routed_experts) == len(sample.tokens) - 1

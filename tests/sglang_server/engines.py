@@ -1,0 +1,83 @@
+"""A checkpoint on a server, and engines that sample from it."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
+from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
+from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
+from tests.sglang_server.references import Reference
+from tests.sglang_server.servers import RealServer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A checkpoint on a server, with references of its weights and of other weights."""
+
+    checkpoint: Path
+    server: RealServer
+    reference: Reference
+    other_reference: Reference
+    directory: Path
+    """For the files that engines write."""
+
+    def references(self) -> dict[int, Reference]:
+        """References by the weight version that tests give them: the others are version 1."""
+        return {0: self.reference, 1: self.other_reference, 2: self.reference}
+
+    @contextmanager
+    def engine(self, **options: Any) -> Iterator[SGLangEngine]:
+        """An engine on the server; see `engine_with_weights` for the options."""
+        options = {"servers": (self.server,), "directory": self.directory, **options}
+        with engine_with_weights(self.checkpoint, self.reference, **options) as engine:
+            yield engine
+
+
+@contextmanager
+def engine_with_weights(
+    checkpoint: Path,
+    reference: Reference,
+    *,
+    directory: Path,
+    servers: tuple[RealServer, ...] = (),
+    weights: WeightSource | None = None,
+    sampling: Sampling | None = None,
+    push: bool = True,
+    **options: Any,
+) -> Iterator[SGLangEngine]:
+    """An engine on given or launched servers, with the reference's weights as version 0.
+
+    Args:
+        checkpoint: Model directory of the servers.
+        reference: The policy's weights.
+        directory: Parent of the engine's output directory.
+        servers: Servers that run; none if `options` launch one.
+        weights: Source for servers that lost theirs; the reference's by default.
+        sampling: Sampling parameters whose features the servers must have.
+        push: Whether the weights are sent as version 0.
+        **options: Fields of SGLangConfig.
+    """
+    if servers:
+        options["sglang_url"] = tuple(server.url for server in servers)
+    # Buckets of 1 MiB: the tests' models need several of them.
+    config = SGLangConfig(**{"sglang_bucket_mb": 1, **options})
+    host = EngineHost(
+        hf_checkpoint=checkpoint,
+        weights=weights or reference.named_tensors,
+        output_dir=Path(tempfile.mkdtemp(dir=directory)),
+    )
+    settings = SGLangSettings(config=config, sampling=sampling)
+    engine = SGLangEngine(settings, load_tokenizer(checkpoint), host)
+    try:
+        if push:
+            engine.update_weights(reference.named_tensors, 0)
+        yield engine
+    finally:
+        engine.close()
