@@ -19,7 +19,7 @@ from tests.sglang_server.servers import RealServer
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A checkpoint on a server, with references of its weights and of other weights."""
+    """A checkpoint on a server, and references for its weights and for other weights."""
 
     checkpoint: Path
     server: RealServer
@@ -66,7 +66,7 @@ def engine_with_weights(
     """
     if servers:
         options["sglang_url"] = tuple(server.url for server in servers)
-    # Buckets of 1 MiB: the tests' models need several of them.
+    # The tests' models need several buckets of 1 MiB.
     config = SGLangConfig(**{"sglang_bucket_mb": 1, **options})
     host = EngineHost(
         hf_checkpoint=checkpoint,

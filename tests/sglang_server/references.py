@@ -43,7 +43,7 @@ class Reference:
         return self.next_log_probs(sample.tokens, temperature)[start - 1 : -1]
 
     def differences(self, sample: Sample, temperature: float = 1.0) -> list[float]:
-        """|expected - reported log-prob| of each response token, in nats."""
+        """|expected - reported log-prob| per response token, in nats."""
         log_probs_LV = self.response_log_probs(sample, temperature)
         expected = log_probs_LV.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
         return differences(expected.tolist(), sample)
@@ -78,7 +78,7 @@ class Reference:
 
 
 def differences(expected: Sequence[float], sample: Sample) -> list[float]:
-    """|expected - reported log-prob| of each response token, in nats."""
+    """|expected - reported log-prob| per response token, in nats."""
     pairs = zip(expected, sample.rollout_log_probs, strict=True)
     return [abs(log_prob - reported) for log_prob, reported in pairs]
 

@@ -77,9 +77,11 @@ def start_model(directory: Path, family: str) -> ServedModel:
 @pytest.fixture(scope="module")
 def moe(directory: Path) -> Iterator[ServedModel]:
     model = start_model(directory, "qwen3_moe")
-    model.server.wait()
-    yield model
-    model.server.stop()
+    try:
+        model.server.wait()
+        yield model
+    finally:
+        model.server.stop()
 
 
 def versions_of_next_tokens(sample: Sample) -> list[int]:
@@ -106,7 +108,7 @@ def expected_experts(sample: Sample, references: Mapping[int, Reference]) -> Ten
 
 
 def assert_experts(samples: Iterable[Sample], references: Mapping[int, Reference]) -> None:
-    """Compares the set of experts of each token; one token in 200 may differ.
+    """Compares each token's set of experts; one token in 200 may differ.
 
     If two experts have almost the same score, the rounding of float32 decides between them.
     """
@@ -267,9 +269,11 @@ def test_log_probs_of_resumed_moe_responses_are_exact(
 def grouped_moe(directory: Path) -> Iterator[ServedModel]:
     """GLM-4.5's router has a bias and groups of experts."""
     model = start_model(directory, "glm4_moe")
-    model.server.wait()
-    yield model
-    model.server.stop()
+    try:
+        model.server.wait()
+        yield model
+    finally:
+        model.server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -49,8 +49,8 @@ def rollout(request: pytest.FixtureRequest, model: ServedModel, prompts: list[Pr
 
 
 def test_every_prompt_has_its_group(rollout: Rollout, prompts: list[Prompt]) -> None:
-    rows = [[sample.row for sample in group] for group in rollout.groups]
-    assert rows == [[prompt] * N_SAMPLES for prompt in prompts]
+    for group, prompt in zip(rollout.groups, prompts, strict=True):
+        assert [sample.row for sample in group] == [prompt] * N_SAMPLES
     indices = [sample.index for sample in rollout.samples]
     assert indices == list(range(N_SAMPLES * len(prompts)))
 
@@ -91,7 +91,7 @@ def parallel(checkpoint: Path) -> Iterator[Parallel]:
 
 
 def training_log_probs(engine: TrainingEngine, samples: list[Sample]) -> list[Tensor]:
-    """The training engine's log-probs of each response."""
+    """The training engine's log-probs, one tensor per response."""
     batch = make_batch(
         [sample.tokens for sample in samples],
         [sample.loss_mask for sample in samples],

@@ -84,8 +84,8 @@ def recovery(
 
 
 def test_a_killed_server_loses_no_sample(recovery: Recovery, prompts: list[Prompt]) -> None:
-    rows = [[sample.row for sample in group] for group in recovery.interrupted]
-    assert rows == [[prompt] * N_SAMPLES for prompt in prompts]
+    for group, prompt in zip(recovery.interrupted, prompts, strict=True):
+        assert [sample.row for sample in group] == [prompt] * N_SAMPLES
     indices = [sample.index for sample in flat(recovery.interrupted)]
     assert indices == list(range(N_SAMPLES * len(prompts)))
 

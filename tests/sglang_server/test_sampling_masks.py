@@ -35,7 +35,7 @@ def mask_of(sample: Sample) -> SamplingMask:
 
 
 def expected_sizes(reference: Reference, sample: Sample, sampling: Sampling) -> Tensor:
-    """[response tokens]: the size of each set; in SGLang top-p cuts the full distribution."""
+    """[response tokens]: the sizes of the sets; in SGLang top-p cuts the full distribution."""
     log_probs_LV = reference.response_log_probs(sample, sampling.temperature)
     probs_LV = log_probs_LV.exp().sort(-1, descending=True).values
     mass_of_likelier_LV = probs_LV.cumsum(-1) - probs_LV
@@ -116,7 +116,7 @@ def interrupted_rollouts(model: ServedModel, prompts: list[Prompt]) -> dict[str,
 
 
 INTERRUPTIONS = {"an update": {0, 1}, "a partial rollout": {1, 2}}
-"""Weight versions of each rollout's tokens."""
+"""Weight versions of the tokens, by interruption."""
 interruptions = pytest.mark.parametrize("interruption", INTERRUPTIONS)
 
 

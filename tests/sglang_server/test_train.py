@@ -114,7 +114,7 @@ class TensorParallelRun:
 
     rows: list[Row]
     versions: list[set[int]]
-    """Weight versions of the tokens of each rollout."""
+    """Weight versions of the tokens, per rollout."""
 
 
 @pytest.fixture(scope="module")
