@@ -61,6 +61,7 @@ LAYERS = (
     ("slime_tis.trainer.training_command",),
     ("slime_tis.demo",),
     ("slime_tis.main",),
+    ("slime_tis.__main__",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 

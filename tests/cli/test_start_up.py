@@ -30,6 +30,7 @@ COMMANDS = {
     "help of slime-tis train": ("slime_tis/main.py", ["train", "--help"], 0),
     "slime-tis alone": ("slime_tis/main.py", [], 0),
     "slime-tis --version": ("slime_tis/main.py", ["--version"], 0),
+    "python -m slime_tis": ("slime_tis/__main__.py", ["--version"], 0),
     "slime-tis port": ("slime_tis/main.py", ["port", "run.sh"], 0),
 }
 RUN = """
