@@ -8,7 +8,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from slime_tis.trainer.storage import checkpoint_files as checkpoint_files
-from tests.runs import read_metrics, run_here, start_apart, training_metrics
+from tests.runs import read_metrics, run_apart, run_here, start_apart, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
 BYPASSED_BASELINE = (
@@ -402,3 +402,34 @@ def test_tool_tokens_are_neither_trained_on_nor_measured(task, run, tmp_path):
     assert found[0] == found[1] == found[2]
     assert found[0]["train/nonfinite_token_fraction"] == 0
     assert found[0]["train/gradient_kept_fraction"] > 0.5
+
+
+@pytest.mark.parametrize(("threshold", "status"), [("1", 0), ("1e-6", 1)], ids=["below", "above"])
+def test_a_mismatch_above_the_threshold_ends_the_run(threshold, status, task, tmp_path):
+    gate = ["--ci-train-rollout-logprob-abs-diff-threshold", threshold, "--num-rollout", "1"]
+    ended = run_apart([*task, *gate], tmp_path / "run")
+    assert ended.returncode == status
+    assert ("above --ci-train-rollout-logprob-abs-diff" in ended.stderr) == bool(status)
+    # The row that exceeds the threshold is logged.
+    (row,) = read_metrics(tmp_path / "run")
+    assert 1e-6 < row["train/train_rollout_logprob_abs_diff"] < 1
+
+
+def test_pass_rates_of_samples_with_their_held_out_answers(task, tmp_path):
+    (tmp_path / "reward.py").write_text("def reward(args, sample):\n    return sample.index % 2\n")
+    prompts = tmp_path / "eval.jsonl"
+    prompts.write_text('{"prompt": "<bos>31>", "label": "13"}\n' * 2)
+    flags = ["--custom-rm-path", f"{tmp_path / 'reward.py'}:reward", "--log-passrate"]
+    flags += ["--eval-prompt-data", str(prompts), "--n-samples-per-eval-prompt", "2"]
+    row = run_here([*task, *flags, "--num-rollout", "1"], tmp_path / "run")[-1]
+    rates = {name: value for name, value in row.items() if "pass@" in name}
+    # Two of four samples and one of two answers have a reward of 1.
+    assert rates == pytest.approx(
+        {
+            "passrate/pass@1": 1 / 2,
+            "passrate/pass@2": 1 - 1 / 6,
+            "passrate/pass@4": 1.0,
+            "eval/accuracy-pass@1": 1 / 2,
+            "eval/accuracy-pass@2": 1.0,
+        }
+    )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +16,12 @@ from slime_tis.trainer.engines.build import evaluation_sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutEngine
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.rewards.rewards import assign_rewards
-from slime_tis.trainer.rollout.rollout_metrics import has_status, mean_parts, rollout_reward
+from slime_tis.trainer.rollout.rollout_metrics import (
+    has_status,
+    mean_parts,
+    pass_rates,
+    rollout_reward,
+)
 
 EVALUATION_OPTIONS = (
     "eval_prompt_data",
@@ -104,6 +109,12 @@ class Evaluation:
                 metrics[f"eval/{name}"] = values.pop("accuracy")
                 for key, value in values.items():
                     metrics[f"eval/{name}/{key}"] = value
+                if self.config.log_passrate:
+                    # The answers of a prompt are adjacent.
+                    groups = groupby(answers[name], key=lambda answer: answer.group_index)
+                    rates = pass_rates([list(group) for _, group in groups])
+                    for key, value in rates.items():
+                        metrics[f"eval/{name}-{key}"] = value
         first_set = next(iter(self.prompts))
         self.last_accuracy = metrics[f"eval/{first_set}"]
         rewards = {rollout_reward(answer) for answer in by_rollout(answers[first_set])}

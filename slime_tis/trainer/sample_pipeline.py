@@ -31,7 +31,7 @@ from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.filter_hub import collect
 from slime_tis.trainer.rollout.hooks import ALL_SAMPLES, SAMPLE_FILTER, RolloutHooks
 from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished
-from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
+from slime_tis.trainer.rollout.rollout_metrics import pass_rates, rollout_metrics
 
 Groups = list[list[Sample]]
 PROGRESS_INTERVAL = 0.5
@@ -96,6 +96,8 @@ class SampleSource:
                 save_samples(path.format(rollout_id=rollout_id), groups)
         are_episodes = options.custom_generate_function_path is not None
         measured = metrics | rollout_metrics(groups, version, are_episodes=are_episodes)
+        if options.log_passrate:
+            measured |= {f"passrate/{name}": rate for name, rate in pass_rates(groups).items()}
         if not hooks.logs_rollout(rollout_id, groups, metrics, seconds):
             measured = {}  # the user's function has logged them
         # Metrics above count all samples; from here on, samples and tokens lose their loss mask.

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from slime_tis.errors import RunStopped
 from slime_tis.trainer.check_engines import show
 from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.evaluation import is_due
@@ -27,6 +28,9 @@ from slime_tis.trainer.megatron.sharded_checkpoint import save_hf
 from slime_tis.trainer.sample_pipeline import Rollout
 from slime_tis.trainer.setup import Run
 from slime_tis.trainer.stop_signals import Interrupted
+
+MISMATCH = "train/train_rollout_logprob_abs_diff"
+"""Mean abs(Δ) of a step's trained tokens, nats."""
 
 
 def train(run: Run) -> None:
@@ -44,6 +48,7 @@ def train(run: Run) -> None:
             rollout = run.samples.next(run.rollout_id, run.learner.step)
             check_interrupts(run)
             run.unreported = learn(run, rollout)
+        check_mismatch(run)
         run.rollout_id += 1
         run.checkpointer.position = position(run)
         if run.rollout_id % run.process.arguments.rollout.update_weights_interval == 0:
@@ -70,6 +75,31 @@ def learn(run: Run, rollout: Rollout) -> list[dict[str, float]]:
         if run.learner.dump is not None:
             with run.process.timer("train_dump"):
                 run.learner.dump.end_rollout(run.rollout_id)
+
+
+def check_mismatch(run: Run) -> None:
+    """Ends the run if a step of the rollout exceeds the threshold of the mismatch.
+
+    Source: slime, backends/megatron_utils/model.py, which asserts this with --ci-test.
+
+    Raises:
+        RunStopped: mean abs(Δ) of a step is above the threshold, or not finite.
+    """
+    threshold = run.process.arguments.loop.ci_train_rollout_logprob_abs_diff_threshold
+    if threshold is None:
+        return
+    first_step = run.learner.step - len(run.unreported) + 1
+    for step, row in enumerate(run.unreported, start=first_step):
+        # A step without trained tokens measures no mismatch.
+        difference = row.get(MISMATCH, 0.0)
+        # Negated, so that NaN ends the run as well.
+        if not difference <= threshold:
+            raise RunStopped(
+                f"error: {MISMATCH} of step {step} is {difference:.6g}, above"
+                f" --ci-train-rollout-logprob-abs-diff-threshold {threshold:g}; nothing was saved."
+                " slime-tis diagnose finds the cause.",
+                1,
+            )
 
 
 def evaluate_when_due(run: Run) -> dict[str, float]:

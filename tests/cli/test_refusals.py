@@ -26,6 +26,10 @@ REFUSALS = [
     (f"--save {'a' * 5000}", "4096 characters at most"),
     (f"--seed {'9' * 5000}", "(5002 characters)"),
     ("--rollout-stop-token-ids 2 -5", "-5"),
+    (
+        "--debug-rollout-only --ci-train-rollout-logprob-abs-diff-threshold 1",
+        "--ci-train-rollout-logprob-abs-diff-threshold has no effect",
+    ),
     # names
     ("--use-tiss", "did you mean --use-tis?"),
     ("--zzz", "is not a flag"),

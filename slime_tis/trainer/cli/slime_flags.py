@@ -173,6 +173,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "--eval-top-k": {"1": "--eval-temperature 0"},
     "--disable-rewards-normalization": {"": RAW_REWARDS},
+    "--ci-test": {"": "--ci-train-rollout-logprob-abs-diff-threshold 0.1"},
 }
 """Flags here that mean the same as values of slime's flags; a switch has an empty text."""
 
@@ -283,7 +284,10 @@ ADVICE: Mapping[str, str] = {
         "the tokenizer's chat template renders prompts; render others into the prompt file"
     ),
     "--critic-* --num-critic-only-steps --value-clip": NO_CRITIC,
-    "--enable-mtp-training --mtp-* --profile-* --ci-*": REMOVE,
+    (
+        "--enable-mtp-training --mtp-* --profile-* --ci-disable-kl-checker --ci-save-grad-norm "
+        "--ci-load-grad-norm"
+    ): REMOVE,
     (
         "--rollout-health-check-* --update-weight-delta-* --update-weight-local-checkpoint-dir "
         "--update-weight-disk-keep-files"
@@ -314,7 +318,6 @@ SLIME_ONLY = (
     "--load-forge-rollout-data",
     "--log-correct-samples",
     "--log-multi-turn",
-    "--log-passrate",
     "--log-reward-category",
     "--megatron-deepgemm-forward-layers",
     "--megatron-deepgemm-forward-modules",

@@ -45,6 +45,11 @@ class LoopConfig:
     """Directory for both kinds of files, if their flags are unset."""
     load_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
     """File of samples to train on without sampling; {rollout_id} becomes a number."""
+    ci_train_rollout_logprob_abs_diff_threshold: Annotated[
+        float | None, Limits(ge=0, le=1_000, hint="slime's default is 0.1")
+    ] = debug_option(None)
+    """Stop the run with status 1 after a step whose train/train_rollout_logprob_abs_diff is larger,
+    nats per token."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,6 +90,11 @@ class LoopConfig:
                     f"{name} has no effect with --debug-rollout-only, which does not train; remove"
                     " one."
                 )
+        if self.debug_rollout_only and self.ci_train_rollout_logprob_abs_diff_threshold is not None:
+            raise ValueError(
+                "--ci-train-rollout-logprob-abs-diff-threshold has no effect with"
+                " --debug-rollout-only, which does not train; remove one."
+            )
 
     def with_dump_patterns(self) -> "LoopConfig":
         """Returns the options with the files of dump_details."""

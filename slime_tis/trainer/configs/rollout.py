@@ -243,6 +243,8 @@ class RolloutConfig:
     engine."""
     skip_eval_before_train: bool = evaluation_option(False)
     """Skip the evaluation before the first step."""
+    log_passrate: bool = option(False, group="reporting")
+    """Report pass@1, pass@2, pass@4, … of samples and held-out answers; a reward of 1 passes."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,5 +1,6 @@
 """The metrics of a rollout."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
@@ -88,6 +89,38 @@ def episode_metrics(
         "observation_len": _mean(observation_lengths),
         "non_generation_time": _mean(seconds),
     }
+
+
+def pass_rates(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Returns the probability that at least one of k samples of a prompt is correct, as pass@k.
+
+        pass@k = mean over prompts of 1 − C(n − c, k) / C(n, k),   k = 1, 2, 4, … ≤ n
+
+    A prompt has n rollouts, c of them correct: with a reward of exactly 1.
+
+    Source: "Evaluating Large Language Models Trained on Code", Chen et al.
+    (https://arxiv.org/abs/2107.03374), eq. 1; names and powers of two as in slime,
+    observability/metric_utils.py, compute_pass_rate.
+
+    Args:
+        groups: The samples of each prompt. A prompt with fewer than k rollouts does not count in
+            pass@k.
+    """
+    counts: list[tuple[int, int]] = []
+    for group in groups:
+        rewards = list(map(rollout_reward, by_rollout(group)))
+        counts.append((len(rewards), rewards.count(1.0)))
+    largest = max((n for n, _ in counts), default=0)
+    rates: dict[str, float] = {}
+    k = 1
+    while k <= largest:
+        estimates: list[float] = []
+        for n, correct in counts:
+            if n >= k:
+                estimates.append(1 - math.comb(n - correct, k) / math.comb(n, k))
+        rates[f"pass@{k}"] = _mean(estimates)
+        k *= 2
+    return rates
 
 
 def rollout_reward(rollout: Sequence[Sample]) -> float:
