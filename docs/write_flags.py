@@ -1,8 +1,11 @@
-"""Writes docs/flags.md from the command line's own declarations; `make docs` runs it.
+"""Writes docs/flags.md and docs/options.schema.json from the declarations of the options.
+
+`make docs` runs it.
 
 python docs/write_flags.py
 """
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,11 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime_tis.correction.config import PRESETS
 from slime_tis.options.command_line import needs_of
 from slime_tis.options.fields import flag
+from slime_tis.options.json_schema import yaml_schema
 from slime_tis.trainer.cli.slime_flags import RENAMED
 from slime_tis.trainer.cli.train_arguments import build_parser
 from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, OPTIONS
 
 PAGE = Path(__file__).with_name("flags.md")
+SCHEMA = Path(__file__).with_name("options.schema.json")
 
 HEAD = """# Flags of train.py
 
@@ -33,9 +38,11 @@ HEAD = """# Flags of train.py
 * A wrong command line ends the run before the model is built, with one line on stderr and exit status 2. So do prompts
   that the flags do not fit. Other errors during a run have status 1, signals 128 plus their number.
 
-A YAML file may contain verl's block ([all keys](verl.md#verls-block-on-our-command-line)):
+A YAML file may contain verl's block ([all keys](verl.md#verls-block-on-our-command-line)). Editors with the YAML language
+server complete and check a file whose first line names [the schema](options.schema.json), by a path relative to the file:
 
 ```yaml
+# yaml-language-server: $schema=../docs/options.schema.json
 algorithm:
   rollout_correction:
     rollout_is: sequence
@@ -159,6 +166,29 @@ def _escape(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def render_schema() -> str:
+    """The JSON Schema of YAML files, with one option per line for readable diffs."""
+    schema = yaml_schema(COMMAND_LINE)
+    lines = []
+    for name, value in schema["properties"].items():
+        lines.append(f"  {json.dumps(name)}: {_json(value)}")
+    properties = ",\n".join(lines)
+    parts = []
+    for name, value in schema.items():
+        text = _json(value)
+        if name == "properties":
+            text = f"{{\n{properties}\n }}"
+        parts.append(f" {json.dumps(name)}: {text}")
+    content = ",\n".join(parts)
+    return f"{{\n{content}\n}}\n"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
+    SCHEMA.write_text(render_schema(), encoding="utf-8")
     print(PAGE)
+    print(SCHEMA)

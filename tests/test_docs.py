@@ -48,11 +48,21 @@ def task(tmp_path, monkeypatch):
     )
 
 
-def test_flags_page_is_what_its_writer_writes():
+@pytest.fixture(scope="module")
+def flags_writer():
     spec = importlib.util.spec_from_file_location("write_flags", DOCS / "write_flags.py")
     writer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(writer)
-    assert (DOCS / "flags.md").read_text() == writer.render(), "run `make docs`"
+    return writer
+
+
+def test_flags_page_is_what_its_writer_writes(flags_writer):
+    assert (DOCS / "flags.md").read_text() == flags_writer.render(), "run `make docs`"
+
+
+def test_options_schema_is_what_its_writer_writes(flags_writer):
+    written = (DOCS / "options.schema.json").read_text()
+    assert written == flags_writer.render_schema(), "run `make docs`"
 
 
 def quick_start(first_words: str) -> str:

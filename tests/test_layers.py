@@ -26,7 +26,11 @@ LAYERS = (
     ("slime_tis.functional",),
     ("slime_tis",),  # the public names
     ("slime_tis.integrations",),
-    ("slime_tis.options.command_line", "slime_tis.options.yaml_file"),
+    (
+        "slime_tis.options.command_line",
+        "slime_tis.options.yaml_file",
+        "slime_tis.options.json_schema",
+    ),
     ("slime_tis.user_functions", "custom_tis"),
     ("slime_tis.policy",),
     ("slime_tis.diffusion",),
