@@ -40,9 +40,11 @@ from slime_tis.policy.token_record import TokenRecord
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
+from slime_tis.trainer.megatron.architecture import sequence_workload
 from slime_tis.trainer.megatron.batch import (
     TrainingBatch,
     assign_together,
+    balanced_order,
     fixed_partition,
     shard,
     unshard,
@@ -110,13 +112,23 @@ class Learner:
         self._old_version = self.step
         # all steps are prepared before the first one, so that π_old is the same for all of them
         steps = []
+        order: list[int] = []
         for start in range(0, len(rollouts), size):
-            steps.append(self._prepare(rollouts[start : start + size]))
-        accepted = self._accepted_rollouts(rollouts, steps)
+            in_step = rollouts[start : start + size]
+            together = self._assigned_together(in_step)
+            step_order = self._order(in_step, together)
+            order += [start + number for number in step_order]
+            steps.append(self._prepare([in_step[number] for number in step_order], together))
+        accepted = self._accepted_rollouts([rollouts[number] for number in order], steps)
+        if accepted is not None:
+            # back from the order in which ranks got the rollouts
+            by_number = dict(zip(order, accepted, strict=True))
+            accepted = [by_number[number] for number in range(len(rollouts))]
         advantages = iter(advantages_of(groups, accepted, self.policy, user_advantages))
-        per_rollout = []
+        in_sampled_order = []
         for rollout in rollouts:
-            per_rollout.append([next(advantages) for _ in rollout])
+            in_sampled_order.append([next(advantages) for _ in rollout])
+        per_rollout = [in_sampled_order[number] for number in order]
         local_advantages = []
         for number, step in enumerate(steps):
             step_advantages = per_rollout[number * size : (number + 1) * size]
@@ -270,12 +282,42 @@ class Learner:
             partition.append(sorted(indices))
         return replace(step, partition=partition)
 
-    def _prepare(self, rollouts: Sequence[Sequence[Sample]]) -> Step:
-        """Prepares this rank's share of a step: micro-batches, old and reference log-probs."""
+    def _assigned_together(self, rollouts: Sequence[Sequence[Sample]]) -> int:
+        """Returns how many consecutive rollouts of a step go to the same data-parallel rank."""
+        if not self.engine.shares_prompts:
+            return 1
+        groups = [rollout[0].group_index for rollout in rollouts]
+        return assign_together(groups, self.parallel.data_size)
+
+    def _order(self, rollouts: Sequence[Sequence[Sample]], together: int) -> list[int]:
+        """Returns the order in which a step's rollouts are dealt to the data-parallel ranks.
+
+        With --balance-data, runs of `together` rollouts are reordered.
+        """
+        if not self.engine.config.balance_data:
+            return list(range(len(rollouts)))
+        workloads = []
+        for start in range(0, len(rollouts), together):
+            workloads.append(self._workload(rollouts[start : start + together]))
+        order: list[int] = []
+        for run in balanced_order(workloads, self.parallel.data_size):
+            order += range(run * together, (run + 1) * together)
+        return order
+
+    def _workload(self, rollouts: Sequence[Sequence[Sample]]) -> float:
+        """Returns the estimated operations of rollouts, in an arbitrary unit."""
+        hf = self.engine.model.hf_config
+        samples = chain.from_iterable(rollouts)
+        return sum(sequence_workload(hf, len(sample.tokens)) for sample in samples)
+
+    def _prepare(self, rollouts: Sequence[Sequence[Sample]], together: int) -> Step:
+        """Prepares this rank's share of a step: micro-batches, old and reference log-probs.
+
+        Args:
+            rollouts: The step's rollouts, in the order in which they are dealt to the ranks.
+            together: Number of consecutive rollouts that go to the same rank.
+        """
         size = self.parallel.data_size
-        together = 1
-        if self.engine.shares_prompts:
-            together = assign_together([rollout[0].group_index for rollout in rollouts], size)
         shards = [shard(rollouts, rank, size, together) for rank in range(size)]
         # every rank plans the micro-batches of all ranks, so that their number is equal
         rank_samples: list[list[Sample]] = []
@@ -293,6 +335,7 @@ class Learner:
             rank_tokens.append([sample.tokens for sample in samples])
             rank_lengths.append([sample.response_length for sample in samples])
         partition, load = self.engine.micro_batches(rank_tokens, rank_lengths, rank_numbers)
+        workloads = list(map(self._workload, shards))
         samples = rank_samples[self.parallel.data_rank]
         numbers = rank_numbers[self.parallel.data_rank]
         recorded, missing = self._with_routing(rank_samples, numbers)
@@ -320,6 +363,7 @@ class Learner:
             recorded=recorded,
             partition=partition,
             load=load,
+            rank_load=max(workloads) * size / sum(workloads) if size > 1 else None,
             routing_record=record,
             samples_without_routing=missing,
         )
@@ -465,9 +509,7 @@ class Learner:
                 measured |= self._mismatch(trained, statistics)
             metrics = self._step_metrics(result, custom or custom_loss)
             metrics |= train_metrics(routing | measured)
-        if step.load is not None:
-            metrics["perf/micro_batch_load"] = step.load
-        return metrics
+        return metrics | step.load_metrics()
 
     def _rate_scale(self, sums: StepSums | None) -> float:
         """Returns the factor of the learning rate: the effective sequence share, or its root."""

@@ -39,10 +39,17 @@ class Step:
     load: float | None
     """Tokens of the largest micro-batch of all ranks, as a share of the token budget; None without
     a budget."""
+    rank_load: float | None
+    """Largest workload of a data-parallel rank, divided by the mean; None with one rank."""
     routing_record: RoutingRecord | None
     """Experts of the old log-prob pass, for training to replay; None without
     `--use-routing-replay`."""
     samples_without_routing: int
+
+    def load_metrics(self) -> dict[str, float]:
+        """Returns how evenly micro-batches and ranks are filled, where that was measured."""
+        loads = {"perf/micro_batch_load": self.load, "perf/rank_load": self.rank_load}
+        return {name: load for name, load in loads.items() if load is not None}
 
 
 def user_batch(

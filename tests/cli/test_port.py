@@ -57,7 +57,7 @@ ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="$RUNTIME" -
 PORTED = """--hf-checkpoint DIRECTORY/model --load DIRECTORY/saved --save DIRECTORY/saved
 --prompt-data DIRECTORY/train.jsonl --input-key prompt --label-key label --rm-type deepscaler
 --num-rollout 10 --rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32 --rollout-max-response-len 64
---sglang-bucket-mb 512 --eps-clip 3e-4 --lr 1e-6 --lr-decay-style constant --adam-beta2 0.98
+--balance-data --sglang-bucket-mb 512 --eps-clip 3e-4 --lr 1e-6 --lr-decay-style constant --adam-beta2 0.98
 --eval-prompt-data aime DIRECTORY/train.jsonl
 --tensor-model-parallel-size 2 --sequence-parallel --use-dynamic-batch-size --max-tokens-per-gpu 9216
 --sglang-mem-fraction-static 0.7 --sglang-concurrency 512 --use-tensorboard --tb-experiment-name "a 'b'"
@@ -76,7 +76,6 @@ COMMENTS = (
     "--kl-loss-coef is 0.0 but has no effect",
     "--tis-upper-bound is 2.0 but has no effect",
     "--swiglu, --num-layers 2, --hidden-size 2560,",
-    "--balance-data: train.py chooses",
     "--wandb-key ${WANDB_KEY}: use WANDB_API_KEY",
     "--frobnicate 3 is dropped: neither",
 )

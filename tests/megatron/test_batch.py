@@ -14,6 +14,7 @@ from slime_tis.policy.advantages import optimal_token_baseline
 from slime_tis.trainer.megatron.batch import (
     TrainingBatch,
     assign_together,
+    balanced_order,
     fixed_partition,
     make_batch,
     shard,
@@ -160,6 +161,24 @@ def test_select_keeps_the_slices_of_a_context_rank():
 def test_samples_are_dealt_to_ranks_in_turn():
     assert shard("abcdef", 1, 3) == ["b", "e"]
     assert unshard([["a", "c"], ["b", "d"]]) == list("abcd")
+
+
+# (workloads, ranks, items of each rank)
+BALANCED = {
+    "one rank": ([3, 1, 2], 1, [[0, 1, 2]]),
+    "the largest with the smallest": ([9, 1, 5, 5], 2, [[0, 1], [2, 3]]),
+    "equally many items": ([9, 1, 1, 1], 2, [[0, 3], [1, 2]]),
+    "equal items": ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]),
+    "three ranks": ([6, 5, 4, 3, 2, 1], 3, [[0, 5], [1, 4], [2, 3]]),
+    "zeros": ([0, 0], 2, [[0], [1]]),
+    "nothing": ([], 2, [[], []]),
+}
+
+
+@pytest.mark.parametrize(("workloads", "size", "expected"), BALANCED.values(), ids=BALANCED)
+def test_balanced_shares(workloads, size, expected):
+    order = balanced_order(workloads, size)
+    assert [shard(order, rank, size) for rank in range(size)] == expected
 
 
 @pytest.mark.parametrize(

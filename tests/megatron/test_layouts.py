@@ -6,6 +6,7 @@ from tests.runs import make_task, metrics_of, read_metrics, run_apart, run_here,
 
 TWO_RANKS = {
     "data": [],
+    "data, balanced": ["--balance-data"],
     "data, distributed optimizer, token budget": [
         *("--use-distributed-optimizer", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64")
     ],
@@ -73,6 +74,17 @@ def test_two_ranks_agree_with_one(layout, one_process, tmp_path):
     assert_same(read_metrics(tmp_path), expected)
     message = "shared prompts: off (context parallelism cuts every sequence into slices)"
     assert (message in result.stdout) == ("context" in layout)
+
+
+def test_balanced_ranks_have_similar_loads(one_process, tmp_path):
+    flags, _ = one_process
+    in_turn = metrics_of(flags, tmp_path / "in_turn", ranks=2)
+    balanced = metrics_of([*flags, "--balance-data"], tmp_path / "balanced", ranks=2)
+    # Four prompts of different lengths, two on each rank: samples of a prompt stay together.
+    loads = [row["perf/rank_load"] for row in in_turn]
+    balanced_loads = [row["perf/rank_load"] for row in balanced]
+    assert 1.02 < max(balanced_loads) < 1.03
+    assert 1.08 < max(loads) < 1.09
 
 
 TOKEN_BASELINE = ["--advantage-estimator", "optimal_token_baseline"]

@@ -135,6 +135,9 @@ RENAMED: Mapping[str, Renamed] = {
         "--sglang-weight-sync", _transport, note="nccl is distributed there"
     ),
     "--update-weight-disk-dir": Renamed("--sglang-weight-dir"),
+    "--balance-by-flops": Renamed(
+        "--balance-data", note="which never exceeds --max-tokens-per-gpu"
+    ),
     "--check-weight-update-equal": Renamed(
         "--check-weight-sync", note="which compares the engines' log-probs"
     ),
@@ -259,7 +262,7 @@ ADVICE: Mapping[str, str] = {
         "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion "
         "--make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
         "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp "
-        "--balance-data --balance-by-flops --recompute-loss-function --distributed-backend"
+        "--recompute-loss-function --distributed-backend"
     ): ("train.py chooses kernels, padding and buffers; remove it"),
     "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers": (
         "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the"

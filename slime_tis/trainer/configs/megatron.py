@@ -71,6 +71,8 @@ class MegatronConfig:
         None, needs=("--use-dynamic-batch-size",)
     )
     """Tokens of one packed micro-batch on one rank."""
+    balance_data: bool = loop_option(False)
+    """Deal samples to data-parallel ranks by estimated operations, not in turn."""
     share_prompts: bool | None = loop_option(None)
     """Compute a group's common prompt once; unset: on a CPU without experts and context
     parallelism."""

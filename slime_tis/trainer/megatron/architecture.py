@@ -103,6 +103,33 @@ class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         return weight
 
 
+def sequence_workload(hf: HfConfig, tokens: int) -> float:
+    """Returns a number in proportion to the operations of a sequence in the layers.
+
+        T · (T + P / A)
+
+    A layer needs 2·P·T operations for its P weights per token, and 2·A·T² for causal attention of
+    width A. The output layer is left out: it sees only responses.
+
+    Source: slime, utils/flops_utils.py, calculate_fwd_flops.
+
+    Args:
+        hf: The model's configuration.
+        tokens: T, prompt and response.
+    """
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    attention_width = hf.num_attention_heads * head_dim
+    projections = 2 * hf.hidden_size * (attention_width + hf.num_key_value_heads * head_dim)
+    inner_width = float(hf.intermediate_size)
+    moe = moe_sizes(hf)
+    if moe is not None:
+        active_width = moe.top_k * moe.intermediate_size + (moe.shared_intermediate_size or 0)
+        sparse_share = len(moe.layers) / hf.num_hidden_layers
+        inner_width += sparse_share * (active_width - inner_width)
+    weights = projections + 3 * hf.hidden_size * inner_width
+    return tokens * (tokens + weights / attention_width)
+
+
 @dataclass(frozen=True)
 class Model:
     """This rank's part of a GPTModel, and its configurations."""

@@ -161,6 +161,33 @@ def shard(items: Sequence[T], rank: int, size: int, together: int = 1) -> list[T
     return share
 
 
+def balanced_order(workloads: Sequence[float], size: int) -> list[int]:
+    """Returns an order of items in which `shard` gives all ranks similar workloads.
+
+    The largest item goes first, each to the rank with the least workload that has room: ranks get
+    equally many items, in their order.
+
+    Source: slime, utils/dp_schedule.py, --balance-data, which divides the items by Karmarkar and
+    Karp's algorithm instead.
+
+    Args:
+        workloads: Workload of every item, in any unit; their number is a multiple of `size`.
+        size: Number of data-parallel ranks.
+    """
+    room = len(workloads) // size
+    shares: list[list[int]] = [[] for _ in range(size)]
+    totals = [0.0] * size
+    largest_first = sorted(range(len(workloads)), key=lambda item: -workloads[item])
+    for item in largest_first:
+        open_ranks = [rank for rank in range(size) if len(shares[rank]) < room]
+        rank = min(open_ranks, key=totals.__getitem__)
+        shares[rank].append(item)
+        totals[rank] += workloads[item]
+    for share in shares:
+        share.sort()
+    return unshard(shares)
+
+
 def unshard(shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
     """Returns all items in their order before `shard`; all shards have the same length."""
     items: list[T] = []
