@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     out = "file to write (default RUN/report.html); a report is replaced"
     add("--out", default="", metavar="FILE", help=out)
     add("--json", action="store_true", help="print the numbers as JSON; a page only with --out")
-    add("--hf-checkpoint", default="", metavar="DIR", help="directory of the tokenizer")
+    add("--hf-checkpoint", default="", metavar="DIR", help="directory or ORG/NAME of the tokenizer")
 
     add = command("diagnose", "name the causes of the mismatch between training and rollout")
     add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)

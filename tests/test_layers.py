@@ -21,6 +21,7 @@ LAYERS = (
         "slime_tis.console_output",
         "slime_tis.alarm",
         "slime_tis.hf_directory",
+        "slime_tis.hf_hub",
     ),
     ("slime_tis.correction",),
     ("slime_tis.functional",),

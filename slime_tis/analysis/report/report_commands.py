@@ -21,6 +21,7 @@ from slime_tis.analysis.report.page_samples import decoder
 from slime_tis.analysis.report.report_inputs import Source, open_source
 from slime_tis.atomic_files import write_atomically
 from slime_tis.errors import one_line
+from slime_tis.hf_hub import TOKENIZER, local_directory
 
 MISMATCH = ("k3", "χ²", "mean abs(Δ)")
 """Metrics of the overview, by label, that two runs without dumps are compared by."""
@@ -38,7 +39,7 @@ def report(
         out: File to write. Default: report.html in the run directory, DUMP.report.html next to a
             dump, or comparison.html in the working directory.
         as_json: Print the numbers as JSON, and write the page only with `out`.
-        hf_checkpoint: Directory of the tokenizer, if the dump names none.
+        hf_checkpoint: Directory of the tokenizer or ORG/NAME, if the dump names none.
 
     Raises:
         ValueError: an input cannot be read, or the output is a file that is not a report.
@@ -50,7 +51,10 @@ def report(
     writes = bool(out) or not as_json
     if writes:
         check_output(target)
-    data = page_data(sources, decoder(sources[0].table, hf_checkpoint), with_samples=writes)
+    tokenizer = hf_checkpoint
+    if tokenizer:
+        tokenizer = local_directory(tokenizer, files=TOKENIZER)
+    data = page_data(sources, decoder(sources[0].table, tokenizer), with_samples=writes)
     if writes:
         write_atomically(target, render(data))
     if as_json:
@@ -91,8 +95,8 @@ def diagnosis(
 
     Args:
         path: Run directory or dump.
-        hf_checkpoint: Model that scores the samples again.
-        other_checkpoints: Models whose weights the rollout engine may have used.
+        hf_checkpoint: Model that scores the samples again: a directory, or ORG/NAME.
+        other_checkpoints: Models whose weights the rollout engine may have used, given likewise.
         as_json: Return JSON.
         fail_on: Limits, for example "k3=0.01,cause".
 
@@ -115,7 +119,9 @@ def diagnosis(
         if result.server:  # samples from other servers would hide the cause
             table = table.of_worker(result.server)
             part = f", samples of {result.server}"
-        rescored, proof = prove(table, hf_checkpoint, other_checkpoints)
+        directory = local_directory(hf_checkpoint)
+        others = [local_directory(other, "--other-checkpoint") for other in other_checkpoints]
+        rescored, proof = prove(table, directory, others)
         result = with_proof(result, proof)
         facts = {
             "rescored": {**asdict(rescored), "verdict": rescored.verdict},

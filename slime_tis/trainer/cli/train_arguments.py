@@ -15,6 +15,7 @@ from typing import Any
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import read_model_config
+from slime_tis.hf_hub import CONFIG, local_directory
 from slime_tis.options.command_line import (
     CodeConfig,
     Flags,
@@ -109,6 +110,8 @@ def configure(
     check_arguments(arguments)
     check_files(arguments.rollout, arguments.megatron)
     check_dump(arguments)
+    # Last of the files, because it may download the model.
+    arguments = dataclasses.replace(arguments, megatron=_with_local_models(arguments.megatron))
     model = check_model(arguments.megatron, arguments.rollout, world_size)
     check_ranks(arguments, world_size)
     _refuse_unknown(restated, model)
@@ -135,6 +138,16 @@ def _build_arguments(options: Mapping[str, Given]) -> Arguments:
         custom_tis_function_path=build(CodeConfig, options).custom_tis_function_path,
         namespace=argparse.Namespace(),
         user_options=user_options(options),
+    )
+
+
+def _with_local_models(megatron: MegatronConfig) -> MegatronConfig:
+    """Returns the options with directories in place of names of the Hugging Face Hub."""
+    reference = megatron.ref_load
+    if reference is not None:
+        reference = local_directory(reference, "--ref-load")
+    return dataclasses.replace(
+        megatron, hf_checkpoint=local_directory(megatron.hf_checkpoint), ref_load=reference
     )
 
 
@@ -341,7 +354,10 @@ def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
 
 
 def read_layout(argv: Sequence[str]) -> MegatronConfig:
-    """Returns the training engine's options among flags of train.py, for `slime-tis plan`."""
+    """Returns the training engine's options among flags of train.py, for `slime-tis plan`.
+
+    Of a model of the Hugging Face Hub, only config.json is downloaded.
+    """
     # The plan needs neither prompts nor rewards, only the model.
     options = {
         name: option
@@ -350,7 +366,9 @@ def read_layout(argv: Sequence[str]) -> MegatronConfig:
     }
     line = dataclasses.replace(COMMAND_LINE, options=options)
     flags, _ = _read_command_line(argv, "slime-tis plan")
-    return build(MegatronConfig, merge_sources(line, flags))
+    megatron = build(MegatronConfig, merge_sources(line, flags))
+    directory = local_directory(megatron.hf_checkpoint, files=CONFIG)
+    return dataclasses.replace(megatron, hf_checkpoint=directory)
 
 
 WHAT_IF_LOSS_OPTIONS = (
