@@ -433,3 +433,31 @@ def test_pass_rates_of_samples_with_their_held_out_answers(task, tmp_path):
             "eval/accuracy-pass@2": 1.0,
         }
     )
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_kl_in_the_rewards_begins_with_the_second_rollout(estimator, run):
+    flags = ["--advantage-estimator", estimator, "--num-rollout", "2"]
+    plain = run(*flags, name="plain")
+    with_kl = run(*flags, "--kl-coef", "10", "--kl-loss-type", "k3", name="kl")
+    norms = [row["train/grad_norm"] for row in plain]
+    kl_norms = [row["train/grad_norm"] for row in with_kl]
+    # The policy is the reference until the first step.
+    assert kl_norms[0] == pytest.approx(norms[0], rel=1e-4)
+    assert kl_norms[1] != pytest.approx(norms[1], rel=1e-2)
+    assert [row["train/old_log_prob_forwards"] for row in with_kl] == [1, 1]
+
+
+def test_a_discount_of_almost_1_changes_almost_nothing(run):
+    flags = ["--advantage-estimator", "reinforce_plus_plus", "--num-rollout", "1"]
+    plain = run(*flags, name="plain")
+    near_1 = run(*flags, "--gamma", "0.999999", name="near_1")
+    half = run(*flags, "--gamma", "0.5", name="half")
+    assert near_1[0]["train/grad_norm"] == pytest.approx(plain[0]["train/grad_norm"], rel=1e-3)
+    assert half[0]["train/grad_norm"] != pytest.approx(plain[0]["train/grad_norm"], rel=1e-2)
+
+
+def test_reinforce_plus_plus_trains_on_one_sample_per_prompt(run):
+    flags = ["--advantage-estimator", "reinforce_plus_plus", "--n-samples-per-prompt", "1"]
+    (row,) = run(*flags, "--num-rollout", "1")
+    assert row["train/grad_norm"] > 0

@@ -79,6 +79,60 @@ def reinforce_plus_plus_baseline(
     return _as(rewards, whiten(centred, weights))
 
 
+def reinforce_plus_plus(
+    rewards: Tensor, valid_tokens: Tensor, *, accepted: Tensor | None = None
+) -> Tensor:
+    """One baseline and one scale for the complete batch.
+
+        A_i = whiten(r_i), mean and variance over all valid tokens of the batch
+
+    Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization", Hu et al.
+    (https://arxiv.org/abs/2501.03262), §3, without KL and discount; `token_returns` has these.
+
+    Args, returns and raises as `reinforce_plus_plus_baseline`, for n ≥ 1.
+    """
+    weights = valid_tokens if accepted is None else valid_tokens * accepted
+    _refuse_nonfinite(rewards, torch.ones_like(rewards) * weights > 0, "reinforce_plus_plus")
+    return _as(rewards, whiten(rewards.double(), weights))
+
+
+def token_returns(
+    rewards_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: float, gamma: float
+) -> Tensor:
+    """Discounted sums of the rewards from each token on, with the KL as a cost per token.
+
+        G_t = Σ_{j ≥ t} γ^{j−t} r_j,   r_j = −β · kl_j, and at the last trained token r_j + R
+
+    The discount counts all tokens, the KL only trained ones.
+
+    Source: "REINFORCE++", Hu et al. (https://arxiv.org/abs/2501.03262), eq. 9 and 10; slime,
+    utils/ppo_utils.py, get_reinforce_plus_plus_returns.
+
+    Args:
+        rewards_B: R per sample.
+        kl_BT: Estimate of the KL from the reference policy per token, nats.
+        mask_BT: Nonzero at trained tokens; padded with 0.
+        kl_coef: β.
+        gamma: γ.
+
+    Returns:
+        float64 [B, T]; a sample without trained tokens has 0.
+    """
+    trained_BT = mask_BT != 0
+    # The number of trained tokens from each token on is 1 at the last trained token.
+    is_last_BT = trained_BT & (trained_BT.flip(1).cumsum(1).flip(1) == 1)
+    returns_BT = torch.where(trained_BT, -kl_coef * kl_BT.double(), 0.0)
+    returns_BT = returns_BT + torch.where(is_last_BT, rewards_B.double()[:, None], 0.0)
+    # Each pass doubles the number of tokens in every sum.
+    width = 1
+    while width < returns_BT.shape[1]:
+        later_BT = torch.zeros_like(returns_BT)
+        later_BT[:, :-width] = returns_BT[:, width:]
+        returns_BT = returns_BT + gamma**width * later_BT
+        width *= 2
+    return returns_BT
+
+
 def optimal_token_baseline(
     rewards_BT: Tensor,
     mask_BT: Tensor,
@@ -209,21 +263,24 @@ def minimum_variance_baseline(
     return advantages_B
 
 
-def whiten(values: Tensor, weights: Tensor) -> Tensor:
+def whiten(values: Tensor, weights: Tensor, ranks: Ranks = ONE_RANK) -> Tensor:
     """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation.
 
     It is 0 at weight 0, and exactly 0 if all values with a weight are equal. The computation is in
-    float64, the result in the dtype of the values.
+    float64, the result in the dtype of the values. Data-parallel `ranks` have other values of the
+    same batch.
     """
     if not values.numel():
         return values
     counted = weights > 0
     weight = weights.double()
     lowest = torch.where(counted, values.double(), torch.inf).amin()
+    lowest = ranks.over_data(lowest, "min")
     relative = torch.where(counted, values.double() - lowest, 0.0)
-    total = weight.sum().clamp_min(1)
-    centred = relative - (relative * weight).sum() / total
-    variance = (centred.square() * weight).sum() / total
+    sums = ranks.over_data(torch.stack([weight.sum(), (relative * weight).sum()]))
+    total = sums[0].clamp_min(1)
+    centred = relative - sums[1] / total
+    variance = ranks.over_data((centred.square() * weight).sum()) / total
     return _as(values, torch.where(counted, centred / (variance.sqrt() + EPSILON), 0.0))
 
 
@@ -239,6 +296,11 @@ def advantages(
     Other arguments as in `grpo` and `reinforce_plus_plus_baseline`.
     """
     values = given
+    if config.has_token_rewards:
+        # The trainer normalizes over tokens, after it has added their KL and the discount.
+        if values is not None or config.advantage_estimator == "reinforce_plus_plus":
+            return rewards if values is None else values
+        return _as(rewards, _centred(rewards, accepted, config.advantage_estimator)[0])
     if values is None:
         values = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, accepted)
     if not config.normalize_advantages:
@@ -252,6 +314,9 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Te
         rewards, normalize_std=not config.disable_grpo_std_normalization, accepted=accepted
     ),
     "rloo": lambda rewards, _, config, accepted: rloo(rewards, accepted=accepted),
+    "reinforce_plus_plus": (
+        lambda rewards, valid, _, accepted: reinforce_plus_plus(rewards, valid, accepted=accepted)
+    ),
     "reinforce_plus_plus_baseline": (
         lambda rewards, valid, _, accepted: reinforce_plus_plus_baseline(
             rewards, valid, accepted=accepted

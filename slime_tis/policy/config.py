@@ -29,11 +29,21 @@ class PolicyConfig:
     """The objective of the policy, without the rollout correction."""
 
     advantage_estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus_baseline", "optimal_token_baseline"
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "optimal_token_baseline",
     ] = loss_option("grpo")
     """Baseline and scale for rewards: grpo (group mean and deviation), rloo (mean of the other
-    samples), reinforce_plus_plus_baseline (group mean, batch deviation) or optimal_token_baseline
-    (least variance at each token; costs a forward pass)."""
+    samples), reinforce_plus_plus (batch mean and deviation), reinforce_plus_plus_baseline (group
+    mean, batch deviation) or optimal_token_baseline (least variance at each token; costs a forward
+    pass)."""
+    kl_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.0)
+    """Coefficient of the KL from the reference policy in the rewards of reinforce_plus_plus, with
+    or without baseline; above 0 it costs two forward passes."""
+    gamma: Annotated[float, Limits(gt=0, le=1)] = loss_option(1.0)
+    """Discount per token of reinforce_plus_plus."""
     disable_grpo_std_normalization: bool = loss_option(False, needs=("--advantage-estimator=grpo",))
     """grpo without division by the deviation (Dr. GRPO)."""
     normalize_advantages: bool = loss_option(False)
@@ -70,7 +80,7 @@ class PolicyConfig:
     )
     """Coefficient of the KL loss; 0 only reports the KL."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = loss_option(
-        "k1", needs=("--use-kl-loss",)
+        "k1", needs=("--use-kl-loss", "--kl-coef")
     )
     """KL estimator, nats per token; low_var_kl is k3 clamped to ±10."""
     use_unbiased_kl: bool = loss_option(False, needs=("--use-kl-loss",))
@@ -132,11 +142,42 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_token_rewards()
         if self.clip_cov_lower_bound >= self.clip_cov_upper_bound:
             raise ValueError(
                 f"--clip-cov-lower-bound {self.clip_cov_lower_bound} is not below"
                 f" --clip-cov-upper-bound {self.clip_cov_upper_bound}; lower it."
             )
+
+    def _check_token_rewards(self) -> None:
+        """Refuses a KL coefficient or a discount that the estimator does not use."""
+        estimator = self.advantage_estimator
+        if self.kl_coef > 0 and not estimator.startswith("reinforce_plus_plus"):
+            # slime computes the KL for other estimators as well, and then leaves it out.
+            raise ValueError(
+                f"--kl-coef is {self.kl_coef:g} but --advantage-estimator {estimator} has no KL in"
+                " its rewards; use --use-kl-loss --kl-loss-coef, or reinforce_plus_plus."
+            )
+        if self.kl_coef > 0 and self.kl_loss_coef > 0:
+            raise ValueError(
+                f"--kl-coef is {self.kl_coef:g} and --kl-loss-coef is {self.kl_loss_coef:g}; keep"
+                " one of the two."
+            )
+        if self.gamma < 1 and estimator != "reinforce_plus_plus":
+            raise ValueError(
+                f"--gamma is {self.gamma:g} but --advantage-estimator {estimator} has no discount;"
+                " use reinforce_plus_plus, or remove --gamma."
+            )
+
+    @property
+    def has_token_rewards(self) -> bool:
+        """Whether advantages are per token, because of a KL or a discount."""
+        return self.kl_coef > 0 or self.gamma < 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a forward pass computes the reference policy's log-probs."""
+        return self.use_kl_loss or self.kl_coef > 0
 
     @property
     def has_token_baseline(self) -> bool:
@@ -202,6 +243,9 @@ def needs_old_log_probs(
     if uses_recomputed_old_policy(correction, steps_per_rollout):
         return True
     if policy.reject_before_advantage or policy.has_token_baseline:
+        return True
+    # In bypass mode the rollout policy is the old policy, also in the rewards.
+    if policy.kl_coef > 0 and not correction.use_rollout_logprobs:
         return True
     # With one step per rollout, the training forward itself measures π_old.
     if correction.get_mismatch_metrics and steps_per_rollout > 1:

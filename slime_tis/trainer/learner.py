@@ -59,6 +59,7 @@ from slime_tis.trainer.step_inputs import (
     training_batch,
     user_batch,
     with_token_baseline,
+    with_token_rewards,
 )
 from slime_tis.trainer.token_gradients import TokenGradients
 from slime_tis.trainer.train_dump import StepDump, TrainDump
@@ -145,6 +146,14 @@ class Learner:
             corrections = [self._mask_and_weights(step.batch) for step in steps]
             steps = with_token_baseline(
                 steps, local_advantages, corrections, numbers, self.parallel.ranks
+            )
+        if self.policy.has_token_rewards and self.parallel.is_last_stage:
+            steps = with_token_rewards(
+                steps,
+                local_advantages,
+                self.policy,
+                self.parallel,
+                is_bypassed=self.correction.use_rollout_logprobs,
             )
         rows: list[dict[str, float]] = []
         for step, sample_advantages in zip(steps, local_advantages, strict=True):
@@ -351,7 +360,7 @@ class Learner:
         elif needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy):
             old_log_probs_L = self._old_log_probs(batch, partition, record=record)
             batch = batch.with_token_values(old_log_probs_L=old_log_probs_L)
-        if self.policy.use_kl_loss:
+        if self.policy.needs_reference:
             with self.engine.timer("ref_log_probs"):
                 reference_L = self.engine.reference_log_probs(batch, partition)
                 batch = batch.with_token_values(ref_log_probs_L=reference_L)

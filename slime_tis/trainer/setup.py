@@ -320,7 +320,7 @@ def build_learner(process: Process, functions: UserFunctions, data: Data) -> Lea
         process.parallel,
         temperature=rollout.rollout_temperature,
         total_steps=data.num_rollout * steps,
-        keep_reference=arguments.policy.use_kl_loss,
+        keep_reference=arguments.policy.needs_reference,
         entropy_gradient=arguments.policy.entropy_coef != 0,
         gives_logits=functions.objective.loss is not None,
         timer=process.timer,

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from slime_tis.correction import Ranks
-from slime_tis.policy.advantages import advantages, optimal_token_baseline
+from slime_tis.correction import Ranks, is_log_prob
+from slime_tis.policy.advantages import (
+    advantages,
+    optimal_token_baseline,
+    token_returns,
+    whiten,
+)
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import loss_batch
+from slime_tis.policy.losses import kl_estimate
 from slime_tis.policy.response_tokens import ResponseTokens
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
@@ -144,9 +150,7 @@ def with_token_baseline(
         assert tokens.old_log_probs_L is not None
         assert tokens.sum_pi_squared_L is not None
         values = (tokens.old_log_probs_L, tokens.sum_pi_squared_L, mask_L > 0, weights_L)
-        columns_L = torch.stack([value.to(mask_L.device).double() for value in values], 1)
-        columns_N = ranks.over_context(tokens.slices.scatter(columns_L))
-        rows += columns_N.split(tokens.response_lengths)
+        rows += _complete_responses(tokens, values, mask_L.device, ranks)
     log_probs_BT, squares_BT, mask_BT, weights_BT = pad_sequence(rows, batch_first=True).unbind(2)
     # The number of trained tokens from each token on is 1 at the last trained token.
     is_last_BT = (mask_BT > 0) & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
@@ -164,15 +168,84 @@ def with_token_baseline(
         squares_BT,
         weights_BT=weights_BT,
         ranks=Ranks(data=ranks.data),
-    ).float()
+    )
+    return _with_padded_advantages(steps, advantages_BT)
+
+
+def with_token_rewards(
+    steps: Sequence[Step],
+    rewards: Sequence[Sequence[float]],
+    policy: PolicyConfig,
+    parallel: Parallel,
+    *,
+    is_bypassed: bool,
+) -> list[Step]:
+    """Adds the KL and the discount to the rewards of a rollout's steps; a collective.
+
+        reinforce_plus_plus            A_t = whiten(G_t), G of `token_returns`
+        reinforce_plus_plus_baseline   A_t = whiten(R − β · kl_t)
+
+    Source: slime, backends/megatron_utils/loss.py, compute_advantages_and_returns.
+
+    Args:
+        steps: This rank's share of every step, with log π_ref if there is a KL.
+        rewards: Rewards R of the samples, step by step.
+        policy: Has the estimator, β, γ and the estimate of the KL.
+        parallel: The ranks that share the steps.
+        is_bypassed: Whether π_rollout is the old policy, whose KL is estimated.
+
+    Returns:
+        The steps with advantages, normalized over the trained tokens of all steps.
+    """
+    rows: list[Tensor] = []
+    all_rewards: list[float] = []
+    for step, step_rewards in zip(steps, rewards, strict=True):
+        # NCCL reduces only tensors on the GPU.
+        tokens = step.batch.responses.to(parallel.device)
+        kl_L = torch.zeros_like(tokens.loss_mask_L)
+        if policy.kl_coef > 0:
+            old_L = tokens.rollout_log_probs_L if is_bypassed else tokens.old_log_probs_L
+            assert old_L is not None
+            assert tokens.ref_log_probs_L is not None
+            kl_L = kl_estimate(old_L, tokens.ref_log_probs_L, policy.kl_loss_type)
+            # A missing log-prob has NaN or −9999 nats, which would dominate the sums.
+            has_both_L = is_log_prob(old_L) & is_log_prob(tokens.ref_log_probs_L)
+            kl_L = torch.where(has_both_L, kl_L, 0.0)
+        columns = (kl_L, tokens.loss_mask_L)
+        rows += _complete_responses(tokens, columns, parallel.device, parallel.ranks)
+        all_rewards += step_rewards
+    kl_BT, mask_BT = pad_sequence(rows, batch_first=True).unbind(2)
+    reward_B = torch.tensor(all_rewards, dtype=torch.float64, device=mask_BT.device)
+    if policy.advantage_estimator == "reinforce_plus_plus":
+        values_BT = token_returns(
+            reward_B, kl_BT, mask_BT, kl_coef=policy.kl_coef, gamma=policy.gamma
+        )
+    else:
+        values_BT = reward_B[:, None] - policy.kl_coef * kl_BT
+    data_ranks = Ranks(data=parallel.ranks.data)
+    return _with_padded_advantages(steps, whiten(values_BT, mask_BT, data_ranks))
+
+
+def _complete_responses(
+    tokens: ResponseTokens, values: Sequence[Tensor], device: torch.device, ranks: Ranks
+) -> list[Tensor]:
+    """Returns values [L] of this rank's slices as columns [T, values] of complete responses."""
+    columns_L = torch.stack([value.to(device).double() for value in values], 1)
+    columns_N = ranks.over_context(tokens.slices.scatter(columns_L))
+    return list(columns_N.split(tokens.response_lengths))
+
+
+def _with_padded_advantages(steps: Sequence[Step], advantages_BT: Tensor) -> list[Step]:
+    """Returns the steps with advantages of padded complete responses, sample after sample."""
     with_advantages = []
     first = 0
     for step in steps:
+        tokens = step.batch.responses
         unpadded = []
-        for sample in range(first, first + len(step.samples)):
-            unpadded.append(advantages_BT[sample, : len(rows[sample])])
+        for sample, length in enumerate(tokens.response_lengths, start=first):
+            unpadded.append(advantages_BT[sample, :length].float())
         first += len(step.samples)
-        values_L = step.batch.responses.slices.slice_flat(torch.cat(unpadded)).cpu()
+        values_L = tokens.slices.slice_flat(torch.cat(unpadded)).cpu()
         batch = step.batch.with_token_values(advantages_L=values_L)
         with_advantages.append(replace(step, batch=batch))
     return with_advantages

@@ -153,8 +153,8 @@ COMMANDS = {
     "train.py --update-weight-buffer-size 536870912": (
         "train.py --sglang-bucket-mb 512 --rollout-engine"
     ),
-    "train.py --advantage-estimator reinforce_plus_plus": (
-        f"--advantage-estimator grpo {RAW_REWARDS}"
+    "train.py --advantage-estimator reinforce_plus_plus --kl-coef 0.01 --gamma 0.99": (
+        "--advantage-estimator reinforce_plus_plus --kl-coef 0.01 --gamma 0.99"
     ),
     "train.py --advantage-estimator reinforce_plus_plus_baseline": (
         "--advantage-estimator grpo --disable-grpo-std-normalization"
@@ -258,7 +258,6 @@ OTHER_EXPERIMENTS = {
     "fine-tuning": ("--loss-type sft_loss", "no supervised fine-tuning"),
     "fp8 training": ("--fp8-format e4m3", "training is in bf16, fp16 or fp32"),
     "another optimizer": ("--optimizer muon", "always adam here"),
-    "KL in the reward": ("--kl-coef 0.01", "--kl-coef is '0.01' but always 0"),
     "images": ("--multimodal-keys '{}'", "prompts are text"),
     "hook of Megatron": ("--custom-megatron-init-path a.b", "inside the training engine"),
     "latent attention": ("--multi-latent-attention", "layers that this program lacks"),

@@ -30,6 +30,16 @@ REFUSALS = [
         "--debug-rollout-only --ci-train-rollout-logprob-abs-diff-threshold 1",
         "--ci-train-rollout-logprob-abs-diff-threshold has no effect",
     ),
+    ("--kl-coef 0.1", "--advantage-estimator grpo has no KL in its rewards"),
+    ("--gamma 0.9", "--advantage-estimator grpo has no discount"),
+    (
+        "--advantage-estimator reinforce_plus_plus --kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1",
+        "keep one of the two",
+    ),
+    (
+        "--advantage-estimator reinforce_plus_plus --gamma 0.9 --use-opsm",
+        "--gamma does not work with --use-opsm",
+    ),
     # names
     ("--use-tiss", "did you mean --use-tis?"),
     ("--zzz", "is not a flag"),

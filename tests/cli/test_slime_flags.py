@@ -247,7 +247,6 @@ def test_a_renamed_flag_is_no_flag_of_servers(base):
 ESTIMATORS = {
     "cispo": "write --advantage-estimator grpo --policy-loss cispo",
     "gspo": "write --advantage-estimator grpo --policy-loss gspo",
-    "reinforce_plus_plus": "write --advantage-estimator grpo --custom-reward-post-process-path",
     "ppo": "there is no critic",
 }
 

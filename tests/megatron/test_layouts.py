@@ -88,6 +88,10 @@ def test_balanced_ranks_have_similar_loads(one_process, tmp_path):
 
 
 TOKEN_BASELINE = ["--advantage-estimator", "optimal_token_baseline"]
+KL_IN_REWARDS = [
+    *("--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "0.5"),
+    *("--no-reject-before-advantage", "--no-use-kl-loss", "--kl-loss-coef", "none"),
+]
 # Corrections and advantages that need more than sums over the ranks: layout and flags.
 MORE = {
     "context, levels of whole sequences": (
@@ -107,6 +111,14 @@ MORE = {
             *("--no-use-tis", "--use-rollout-logprobs", "--rs-second-moment-bound", "2e-4"),
             *("--rs-upper-bound", "none", "--rs-z-score", "1", *TOKEN_BASELINE),
         ],
+    ),
+    "context, KL in the rewards": (
+        ["--context-parallel-size", "2"],
+        [*KL_IN_REWARDS, "--gamma", "0.9", "--num-steps-per-rollout", "2"],
+    ),
+    "data, KL in the rewards, group baseline": (
+        [],
+        [*KL_IN_REWARDS, "--advantage-estimator", "reinforce_plus_plus_baseline"],
     ),
     "tensor, token baseline": (
         ["--tensor-model-parallel-size", "2"],

@@ -14,8 +14,10 @@ from slime_tis.policy.advantages import (
     grpo,
     minimum_variance_baseline,
     optimal_token_baseline,
+    reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     rloo,
+    token_returns,
     whiten,
 )
 from slime_tis.policy.config import PolicyConfig
@@ -61,6 +63,56 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
     )
 
 
+def test_reinforce_plus_plus_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
+    tokens = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
+    # Over tokens the mean is (1 + 0 + 0 + 8) / 8 = 1.125, and the mean square 33 / 8 = 4.125.
+    deviation = (4.125 - 1.125**2) ** 0.5
+    expected = torch.tensor([[-0.125, -1.125], [-1.125, 2.875]], dtype=torch.float64) / deviation
+    torch.testing.assert_close(reinforce_plus_plus(rewards, tokens), expected, atol=1e-5, rtol=0)
+
+
+KL_BT = torch.tensor([[0.5, math.nan, 2.0], [1.0, 9.0, math.inf]])
+MASK_BT = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
+
+
+def test_token_returns_by_hand() -> None:
+    # Rewards per token are −0.05, 0, 1 − 0.2 and −0.1, 2 − 0.9, 0.
+    values = token_returns(torch.tensor([1.0, 2.0]), KL_BT, MASK_BT, kl_coef=0.1, gamma=0.5)
+    expected = torch.tensor([[0.15, 0.4, 0.8], [0.45, 1.1, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(values, expected, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 64, 100])
+def test_token_returns_equal_the_recursion(length: int) -> None:
+    chance = torch.Generator().manual_seed(length)
+    kl_BT = torch.rand(3, length, generator=chance)
+    rewards_B = torch.randn(3, generator=chance)
+    values = token_returns(rewards_B, kl_BT, torch.ones(3, length), kl_coef=0.2, gamma=0.9)
+    expected = torch.zeros(3, dtype=torch.float64)
+    for token in reversed(range(length)):
+        expected = 0.9 * expected - 0.2 * kl_BT[:, token].double()
+        if token == length - 1:
+            expected += rewards_B.double()
+        torch.testing.assert_close(values[:, token], expected)
+
+
+def test_a_return_without_trained_tokens_is_0() -> None:
+    values = token_returns(torch.ones(1), KL_BT[:1], torch.zeros(1, 3), kl_coef=1.0, gamma=1.0)
+    assert values.tolist() == [[0.0] * 3]
+
+
+def test_returns_of_100_nats_are_finite() -> None:
+    kl_BT = torch.full((1, 4096), 100.0)
+    values = token_returns(torch.ones(1), kl_BT, torch.ones(1, 4096), kl_coef=1.0, gamma=1.0)
+    assert values[0, 0].item() == pytest.approx(1 - 409_600)
+
+
+def test_rewards_without_kl_or_discount_are_returns_of_every_token() -> None:
+    values = token_returns(torch.tensor([3.0]), KL_BT[:1], MASK_BT[:1], kl_coef=0.0, gamma=1.0)
+    assert values.tolist() == [[3.0] * 3]
+
+
 @pytest.mark.parametrize(
     "estimator", [name for name in ESTIMATORS if name != "optimal_token_baseline"]
 )
@@ -77,6 +129,9 @@ GROUP_ESTIMATORS: dict[str, Any] = {
         rewards, normalize_std=False, **options
     ),
     "rloo": rloo,
+    "reinforce_plus_plus": lambda rewards, **options: reinforce_plus_plus(
+        rewards, torch.full_like(rewards, 3.0), **options
+    ),
     "reinforce_plus_plus_baseline": lambda rewards, **options: reinforce_plus_plus_baseline(
         rewards, torch.full_like(rewards, 3.0), **options
     ),

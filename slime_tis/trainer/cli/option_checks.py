@@ -54,6 +54,8 @@ def check_correction(arguments: Arguments) -> None:
     _check_old_policy(arguments)
     if policy.has_token_baseline:
         _check_token_baseline(arguments)
+    if policy.has_token_rewards:
+        _check_token_rewards(arguments)
     if policy.reject_before_advantage and correction.needs_advantages:
         raise ValueError(
             "--reject-before-advantage has no advantages yet; drop it, or what needs them:"
@@ -67,7 +69,11 @@ def check_correction(arguments: Arguments) -> None:
             " --partial-rollout, or drop it."
         )
     group = arguments.rollout.n_samples_per_prompt
-    if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
+    compares_samples = (
+        policy.advantage_estimator != "reinforce_plus_plus"
+        and arguments.rollout.custom_reward_post_process_path is None
+    )
+    if group < 2 and compares_samples:
         raise ValueError(
             f"--n-samples-per-prompt is {group} but --advantage-estimator"
             f" {policy.advantage_estimator} compares the samples of a prompt; raise it to 2 or"
@@ -133,6 +139,22 @@ def _check_token_baseline(arguments: Arguments) -> None:
                 f"--advantage-estimator optimal_token_baseline does not work with {name}; remove"
                 " one."
             )
+
+
+def _check_token_rewards(arguments: Arguments) -> None:
+    """Refuses options that need one advantage per sample, with a KL or a discount per token."""
+    policy = arguments.policy
+    reason = "--kl-coef" if policy.kl_coef > 0 else "--gamma"
+    conflicts = {
+        "--use-opsm": policy.use_opsm,
+        "--reject-before-advantage": policy.reject_before_advantage,
+        "--custom-advantage-function-path": policy.custom_advantage_function_path,
+        "--save-debug-train-data": arguments.loop.save_debug_train_data,
+        "--old-logprobs interpolate": arguments.correction.old_logprobs == "interpolate",
+    }
+    for name, is_set in conflicts.items():
+        if is_set:
+            raise ValueError(f"{reason} does not work with {name}; remove one of the two.")
 
 
 REPLACED = {

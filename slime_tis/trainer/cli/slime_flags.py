@@ -106,8 +106,6 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--moe-router-bias-update-rate": ("0",),
     "--moe-aux-loss-coeff": ("0",),
     "--update-weight-mode": ("full",),
-    "--kl-coef": ("0",),
-    "--gamma": ("1",),
     "--lambd": ("1",),
     "--eval-top-k": ("-1",),
     "--start-rollout-id": ("0",),
@@ -146,9 +144,7 @@ RENAMED: Mapping[str, Renamed] = {
 
 CONFIG = "the model follows the checkpoint's config.json; remove the flag"
 REMOVE = "this program has no counterpart; remove it, or use slime"
-NO_CRITIC = (
-    "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline"
-)
+NO_CRITIC = "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus"
 NO_FINE_TUNING = "there is no supervised fine-tuning; use slime"
 LAYERS = (
     "the model has layers that this program lacks; use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE"
@@ -163,7 +159,6 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "--advantage-estimator": {
         "gspo": "--advantage-estimator grpo --policy-loss gspo",
         "cispo": "--advantage-estimator grpo --policy-loss cispo",
-        "reinforce_plus_plus": f"--advantage-estimator grpo {RAW_REWARDS}",
     },
     "--rollout-function-path": {
         "slime.rollout.fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
@@ -230,8 +225,6 @@ Blanks separate the flags; a name that ends in * is a prefix."""
 
 FIXED_EXPERIMENT = (
     "--optimizer",
-    "--kl-coef",
-    "--gamma",
     "--hidden-dropout",
     "--attention-dropout",
     "--moe-aux-loss-coeff",

@@ -24,7 +24,7 @@ class MegatronConfig:
     hf_checkpoint: str = data_option(metavar="DIR")
     """Hugging Face directory of the policy (config.json, safetensors, tokenizer), or ORG/NAME of
     the Hub, also with @REVISION."""
-    ref_load: str | None = data_option(None, metavar="DIR", needs=("--use-kl-loss",))
+    ref_load: str | None = data_option(None, metavar="DIR", needs=("--use-kl-loss", "--kl-coef"))
     """The same of the reference policy; unset: hf_checkpoint."""
     load: str | None = checkpoint_option(None, metavar="DIR")
     """Directory whose latest complete checkpoint is resumed; an empty directory starts a new
