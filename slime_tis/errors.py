@@ -6,6 +6,7 @@
     RuntimeError
      ├── NonFiniteGradient        a gradient is NaN or infinite: status 1
      ├── OtherRankFailed          another rank raised an error: status 1
+     ├── HealthAlarm              an alarm ended a run inside another trainer (on_alarm="stop")
      └── RunStopped               the run ended early and saved: the exception's status
 
 Other errors end with status 1, a refused command line with 2, a signal with 128 + its number.
@@ -36,6 +37,13 @@ class NonFiniteGradient(RuntimeError):
 
 class OtherRankFailed(RuntimeError):
     """Another rank raised an error; the message is the same."""
+
+
+class HealthAlarm(RuntimeError):
+    """A health alarm began inside another trainer, and `on_alarm="stop"` ends the run.
+
+    The message has the alarms with evidence and advice.
+    """
 
 
 class RunStopped(RuntimeError):

@@ -88,7 +88,7 @@ class Rule:
     """Template of the evidence, with `value`, `complement` (1 − value), `values` and
     `correction`. The rule is skipped if a value is missing."""
     fix: str = ""
-    """Template of the advice, with `correction`."""
+    """Template of the advice, with `correction` and `values`."""
     after: int = 1
     """Consecutive steps with the finding before a health warning is printed."""
     share: float = 0.5
@@ -145,7 +145,7 @@ def _finding(rule: Rule, values: Values, correction: RolloutCorrectionConfig) ->
     return Finding(
         cause=rule.cause,
         evidence=tuple(text.split("\n")),
-        fix=rule.fix.format(correction=correction),
+        fix=rule.fix.format(correction=correction, values=values),
         confidence=confidence,
         share=rule.share,
         detail=rule.detail,
@@ -182,10 +182,12 @@ def _at_bound_rule(fraction: str) -> Rule:
         ),
         message=(
             f"in each of the last 10 steps more than {MAX_WEIGHTS_AT_BOUND:.0%} of the weights were"
-            " at --tis-upper-bound {correction.tis_upper_bound:g}, so the bound determines the"
-            " weights"
+            " at the upper bound, so the bound determines the weights"
         ),
-        fix="raise the bound, weight at a lower level, or reduce the mismatch.",
+        fix=(
+            "raise --tis-upper-bound {correction.tis_upper_bound:g}, weight at a lower level, or"
+            " reduce the mismatch."
+        ),
         after=10,
     )
 
@@ -387,12 +389,33 @@ class HealthState:
     """Consecutive rollouts in which every sample has that reward."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """A warning that began or ended at a step."""
+
+    name: str
+    """Name of the rule."""
+    finding: Finding | None
+    """The finding that began; None if it ended."""
+
+    def __str__(self) -> str:
+        """The warning in one line."""
+        if self.finding is None:
+            return (
+                f"health/{self.name} has ended: the finding has been absent for {CALM_STEPS} steps."
+            )
+        return str(self.finding)
+
+
 class Health:
     """Checks the metrics of every step. A warning whose metric is missing keeps its state."""
 
-    def __init__(self, correction: RolloutCorrectionConfig) -> None:
+    def __init__(
+        self, correction: RolloutCorrectionConfig, rules: Sequence[Rule] = STEP_RULES
+    ) -> None:
         self._correction = correction
-        self._alarms = {rule.cause: Alarm(rule.after, CALM_STEPS) for rule in STEP_RULES}
+        self._rules = rules
+        self._alarms = {rule.cause: Alarm(rule.after, CALM_STEPS) for rule in rules}
         self._last_reward: float | None = None
         self._equal_reward_rollouts = 0
 
@@ -403,22 +426,25 @@ class Health:
             health/NAME: 1 while a finding holds, 0 at the step at which it ends.
             One message for each finding that began or ended at the step.
         """
+        health, changes = self.observe(metrics)
+        return health, [str(change) for change in changes]
+
+    def observe(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[Change]]:
+        """Checks one optimizer step; the same as `check` with changes instead of messages."""
         values = {**metrics, EQUAL_REWARD_ROLLOUTS: float(self._count_equal_rewards(metrics))}
         health: dict[str, float] = {}
-        messages: list[str] = []
-        for name, finding in evaluate(STEP_RULES, values, self._correction).items():
+        changes: list[Change] = []
+        for name, finding in evaluate(self._rules, values, self._correction).items():
             alarm = self._alarms[name]
             was_on = alarm.is_on
             is_on = alarm.observe(finding is not None)
             if is_on or was_on:
                 health[f"health/{name}"] = float(is_on)
             if is_on and not was_on:
-                messages.append(str(finding))
+                changes.append(Change(name, finding))
             elif was_on and not is_on:
-                messages.append(
-                    f"health/{name} has ended: the finding has been absent for {CALM_STEPS} steps."
-                )
-        return health, messages
+                changes.append(Change(name, None))
+        return health, changes
 
     def state(self) -> HealthState:
         """Returns the state that a resumed run continues from."""

@@ -35,9 +35,16 @@ LAYERS = (
     ("slime_tis.user_functions", "custom_tis"),
     ("slime_tis.policy",),
     ("slime_tis.diffusion",),
-    ("slime_tis.health",),
+    ("slime_tis.health", "slime_tis.token_signs"),
+    ("slime_tis.live_health",),
     ("slime_tis.analysis.dumps",),  # the file format of dumps, which training writes
-    ("slime_tis.integrations.trl", "slime_tis.integrations.verl_plugin"),
+    ("slime_tis.integrations.frameworks",),
+    (
+        "slime_tis.integrations.losses",
+        "slime_tis.integrations.tinker",
+        "slime_tis.integrations.trl",
+        "slime_tis.integrations.verl_plugin",
+    ),
     ("slime_tis.analysis.diagnosis",),
     ("slime_tis.analysis.logs",),
     ("slime_tis.analysis.report",),

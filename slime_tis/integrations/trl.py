@@ -7,6 +7,7 @@ KL term with `beta` stays unweighted, as in TRL.
 """
 
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,9 @@ from slime_tis.correction import (
     correct,
     within_bound,
 )
-from slime_tis.health import Health
+from slime_tis.integrations.frameworks import TRL
+from slime_tis.live_health import LiveHealth, OnAlarm, logged
+from slime_tis.token_signs import WeightProbe, over_ranks, sign_metrics, token_sums
 
 if TYPE_CHECKING:
     from slime_tis.analysis.dumps.table import TokenTable
@@ -37,6 +40,13 @@ PREFIX = "correction/"
 """Prefix of the metrics in TRL's log."""
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Names of dtypes in dumps."""
+OTHER_METRICS = {
+    "rollout/raw_reward": "reward",
+    "rollout/zero_std_groups": "frac_reward_zero_std",
+}
+"""Metrics of TRL that health rules read."""
+CLIPPED = "clip_ratio/region_mean"
+"""TRL's share of tokens whose gradient the clip removes."""
 MODEL_INPUTS = (
     "pixel_values",
     "image_grid_thw",
@@ -66,9 +76,16 @@ class RolloutCorrectionMixin:
         rollout_correction: The options; None only measures.
         dump_dir: Directory of token dumps, one parquet file per generation batch and process.
             `slime-tis report`, `diagnose` and `what-if` read them. None writes nothing.
+        on_alarm: "warn" prints health alarms, "stop" also ends the run by `HealthAlarm` if
+            training would use wrong numbers.
+        log_all_metrics: Whether TRL's log gets all metrics instead of `DEFAULT_METRICS`.
+
+    A `rollout_func` may return `weight_versions`: for each sample, the optimizer steps made before
+    the weights that sampled it, as one number or one per token. With vLLM they are known.
 
     Raises:
         ValueError: TRL's or the correction's options cannot be combined.
+        HealthAlarm: See `on_alarm`.
     """
 
     # Attributes of GRPOTrainer, for the type checker.
@@ -82,6 +99,7 @@ class RolloutCorrectionMixin:
     temperature: float
     use_vllm: bool
     vllm_importance_sampling_correction: bool
+    _last_loaded_step: int
     _metrics: Any
 
     def __init__(
@@ -89,17 +107,28 @@ class RolloutCorrectionMixin:
         *args: Any,
         rollout_correction: RolloutCorrectionConfig | None = None,
         dump_dir: str | Path | None = None,
+        on_alarm: OnAlarm = "warn",
+        log_all_metrics: bool = False,
         **kwargs: Any,
     ) -> None:
         if rollout_correction is None:
             rollout_correction = RolloutCorrectionConfig(get_mismatch_metrics=True)
         self.rollout_correction = rollout_correction
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
-        self._health = Health(self.rollout_correction)
+        self._log_all_metrics = log_all_metrics
         self._rewards: Tensor | None = None
+        self._lengths: list[int] = []
         self._batches = 0
+        self._weights = WeightProbe()
+        self._probed_step = -1
         super().__init__(*args, **kwargs)
         check_options(self, self.rollout_correction)
+        self._health = LiveHealth(
+            self.rollout_correction,
+            TRL,
+            on_alarm=on_alarm,
+            prints=self.accelerator.is_main_process,
+        )
         if self.use_vllm and self.vllm_importance_sampling_correction:
             logger.info(
                 "slime_tis corrects the rollouts; vllm_importance_sampling_correction of TRL is"
@@ -107,10 +136,15 @@ class RolloutCorrectionMixin:
             )
         self.vllm_importance_sampling_correction = False
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Keeps the rewards of all processes [N, functions] for the dump."""
-        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
+    ) -> Tensor:
+        """Keeps the rewards of all processes [N, functions] and the lengths of the completions."""
+        rewards: Tensor = super()._calculate_rewards(  # type: ignore[misc]
+            inputs, prompts, completions, completion_ids_list
+        )
         self._rewards = rewards
+        self._lengths = [len(ids) for ids in completion_ids_list]
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -138,12 +172,54 @@ class RolloutCorrectionMixin:
             advantages=advantages_BT,
             global_batch=GlobalBatch(ranks=ranks),
         )
+        version_BT = self._weight_versions(inputs, batch)
         # Before `_apply`: a dump has TRL's advantages [B].
         if self._dump_dir is not None and mode == "train":
-            self._dump(batch, correction, {"train": old_BT, "entropy": entropy_BT, "mask": mask_BT})
+            columns = {"train": old_BT, "entropy": entropy_BT, "mask": mask_BT}
+            self._dump(batch, correction, columns, version_BT)
         self._apply(batch, correction, old_BT, rollout_BT)
-        self._report(correction.statistics.all_reduce(ranks).metrics(), mode)
+        age_BT = None
+        if version_BT is not None:
+            age_BT = torch.where(version_BT < 0, -1, self.state.global_step - version_BT)
+        weights = None
+        if mode == "train" and self.state.global_step != self._probed_step:
+            weights = self._weights.compare(self.model)
+            self._probed_step = self.state.global_step
+        local_sums = token_sums(old_BT, rollout_BT, mask_BT, age_BT=age_BT, weights=weights)
+        # The copy of the sums ends with the synchronisation of `metrics`.
+        sums = over_ranks(local_sums, ranks)
+        metrics = correction.statistics.all_reduce(ranks).metrics()
+        self._report(metrics | sign_metrics(sums), mode)
         return batch
+
+    def _weight_versions(
+        self, inputs: list[dict[str, Any]], batch: dict[str, Any]
+    ) -> Tensor | None:
+        """Weight versions [B, T] of the tokens, −1 if unknown; None if nothing is known.
+
+        TRL adds the keys that `rollout_func` returns to the inputs, sample by sample.
+
+        Raises:
+            ValueError: A sample has a number of versions other than 1 or its number of tokens.
+        """
+        loaded_step = -1
+        if self.use_vllm:
+            loaded_step = self._last_loaded_step
+        elif not any("weight_versions" in row for row in inputs):
+            return None
+        completion_BT = batch["completion_ids"]
+        # On the host, so that the device gets one copy.
+        version_BT = torch.full(completion_BT.shape, -1, dtype=torch.int64)
+        for i, row in enumerate(inputs):
+            versions = row.get("weight_versions", loaded_step)
+            length = self._lengths[i]
+            if not isinstance(versions, int) and len(versions) != length:
+                raise ValueError(
+                    f"weight_versions of sample {i} from rollout_func has {len(versions)} entries"
+                    f" for {length} tokens; return one number per sample or one per token."
+                )
+            version_BT[i, :length] = torch.as_tensor(versions)
+        return version_BT.to(completion_BT.device, non_blocking=True)
 
     def _old_policy(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """log π_old of the completion and, for dumps, the entropy, [B, T].
@@ -194,23 +270,36 @@ class RolloutCorrectionMixin:
             batch["num_items_in_batch"] = self.accelerator.gather(accepted_BT.sum()).sum()
 
     def _report(self, metrics: dict[str, float], mode: str) -> None:
-        for name, value in metrics.items():
+        for name, value in logged(metrics, all_metrics=self._log_all_metrics).items():
             self._metrics[mode][PREFIX + name].append(value)
         if mode != "train":
             return
-        train_metrics = {f"train/{name}": value for name, value in metrics.items()}
-        health, messages = self._health.check(train_metrics)
+        values = {f"train/{name}": value for name, value in metrics.items()}
+        for name, of_trl in OTHER_METRICS.items():
+            # `_metrics` is a defaultdict: a lookup would add the name to the log.
+            if of_trl in self._metrics[mode]:
+                values[name] = self._metrics[mode][of_trl][-1]
+        health = self._health.check(self.state.global_step, values)
         for name, value in health.items():
             self._metrics[mode][name].append(value)
-        if self.accelerator.is_main_process:
-            for message in messages:
-                logger.warning(message)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Checks gradient and clip, which TRL knows after the optimizer step, and logs."""
+        if self.model.training and "grad_norm" in logs:
+            is_finite = math.isfinite(logs["grad_norm"])
+            values = {"train/nonfinite_gradient_steps": float(not is_finite)}
+            clipped = self._metrics["train"].get(CLIPPED)
+            if clipped:
+                values["train/pg_clipfrac"] = sum(clipped) / len(clipped)
+            logs.update(self._health.check(self.state.global_step, values))
+        super().log(logs, start_time)  # type: ignore[misc]
 
     def _dump(
         self,
         batch: dict[str, Any],
         correction: Correction[Tensor],
         values: dict[str, Tensor | None],
+        version_BT: Tensor | None,
     ) -> None:
         from slime_tis.analysis.dumps.files import write
 
@@ -220,13 +309,14 @@ class RolloutCorrectionMixin:
         step = self.state.global_step
         rank = self.accelerator.process_index
         name = f"step_{step:07d}_{self._batches:07d}_rank_{rank}.parquet"
-        write(self._dump_dir / name, self._table(batch, correction, values))
+        write(self._dump_dir / name, self._table(batch, correction, values, version_BT))
 
     def _table(
         self,
         batch: dict[str, Any],
         correction: Correction[Tensor],
         values: dict[str, Tensor | None],
+        version_BT: Tensor | None,
     ) -> "TokenTable":
         from slime_tis.analysis.dumps.table import SampleParts, TokenTable
         from slime_tis.analysis.dumps.what_if import annotated
@@ -241,6 +331,7 @@ class RolloutCorrectionMixin:
         columns = {**values, "rollout": batch["sampling_per_token_logps"]}
         rows = {name: x.float().cpu().numpy() for name, x in columns.items() if x is not None}
         lengths = batch["completion_mask"].sum(1).tolist()
+        versions = None if version_BT is None else version_BT.cpu().numpy()
         # A processor of images and text contains the tokenizer.
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         samples = []
@@ -256,6 +347,7 @@ class RolloutCorrectionMixin:
                 entropy=rows["entropy"][i, :length] if "entropy" in rows else None,
                 bounded_weight=correction.weights[i, :length].cpu().numpy(),
                 advantage=[float(batch["advantages"][i])] * length,
+                weight_version=None if versions is None else versions[i, :length],
                 prompt=prompt.numpy(),
                 step=self.state.global_step,
                 sample_index=first + i,

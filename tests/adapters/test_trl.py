@@ -16,6 +16,7 @@ from slime_tis.analysis.diagnosis.diagnose import diagnose
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.what_if import what_if
 from slime_tis.demo.sort_digits import Example, prepare
+from slime_tis.errors import HealthAlarm
 from slime_tis.policy.losses import cispo, ppo_clip, sapo
 from tests.adapters.tiny import RoundedSampler, trainer
 
@@ -226,6 +227,99 @@ def test_dumps_are_read_by_report_diagnosis_and_what_if(tmp_path):
     assert set(table.reward.tolist()) <= {i / 8 for i in range(9)}
 
 
+class StaleSampler(RoundedSampler):
+    """Reports that its samples are `age` steps old."""
+
+    def __init__(self, age, *, per_token=False):
+        super().__init__()
+        self.age = age
+        self.per_token = per_token
+
+    def __call__(self, prompts, trainer):
+        result = super().__call__(prompts, trainer)
+        version = max(trainer.state.global_step - self.age, 0)
+        versions = [version] * len(prompts)
+        if self.per_token:
+            versions = [[version] * len(ids) for ids in result["completion_ids"]]
+        return {**result, "weight_versions": versions}
+
+
+def dumped(tmp_path, **options):
+    """The table of a run of four steps."""
+    run = trainer(tmp_path, TIS, extra={"dump_dir": tmp_path / "dump"}, max_steps=4, **options)
+    history(run)
+    return read(str(tmp_path / "dump"))
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per sample", "per token"])
+def test_dumps_have_the_weight_versions_of_a_rollout_func(per_token, tmp_path):
+    table = dumped(tmp_path, sampler=StaleSampler(2, per_token=per_token))
+    version = table.weight_version[table.offsets[:-1]]
+    assert version.tolist() == [max(step - 2, 0) for step in table.step]
+
+
+def test_dumps_of_unknown_weights_have_no_versions(tmp_path):
+    assert dumped(tmp_path).weight_version is None
+
+
+def test_with_vllm_the_version_is_the_step_of_the_last_load(tmp_path):
+    run = trainer(tmp_path, TIS)
+    batch = first_batch(run)
+    run.use_vllm = True
+    run._last_loaded_step = 3
+    versions = run._weight_versions([{} for _ in run._lengths], batch)
+    # TRL has shuffled the batch, so only the set of lengths is known.
+    assert sorted((versions == 3).sum(1).tolist()) == sorted(run._lengths)
+
+
+def test_a_wrong_number_of_weight_versions_is_refused(tmp_path):
+    class Wrong(RoundedSampler):
+        def __call__(self, prompts, trainer):
+            return {**super().__call__(prompts, trainer), "weight_versions": [[0]] * len(prompts)}
+
+    with pytest.raises(ValueError, match="weight_versions of sample 0 from rollout_func has 1"):
+        first_batch(trainer(tmp_path, TIS, sampler=Wrong()))
+
+
+def no_end(log_probs):
+    for row in log_probs:
+        row[-1] = 0.0
+
+
+def test_an_alarm_is_a_metric_of_the_log(tmp_path):
+    rows = history(trainer(tmp_path, TIS, sampler=RoundedSampler(no_end)))
+    assert [row.get("health/placeholder_log_probs") for row in rows[:2]] == [1.0, 1.0]
+
+
+def test_an_alarm_stops_the_run_if_asked(tmp_path):
+    run = trainer(tmp_path, TIS, sampler=RoundedSampler(no_end), extra={"on_alarm": "stop"})
+    with pytest.raises(HealthAlarm, match="health/placeholder_log_probs since step 0"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_a_learning_rate_of_0_raises_an_alarm(tmp_path):
+    rows = history(trainer(tmp_path, TIS, learning_rate=0.0, max_steps=4))
+    marks = [row.get("health/unchanged_policy") for row in rows[:4]]
+    assert marks == [None, None, 1.0, 1.0]
+
+
+def test_a_gradient_that_is_nan_raises_an_alarm(tmp_path):
+    run = trainer(tmp_path, TIS)
+    logs = {"grad_norm": math.nan}
+    run.model.train()
+    run.log(logs)
+    assert logs["health/nonfinite_gradient"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "number"), [({}, 10), ({"log_all_metrics": True}, 46)], ids=["default", "all"]
+)
+def test_number_of_logged_metrics(options, number, tmp_path):
+    rows = history(trainer(tmp_path, TIS, extra=options))
+    assert len([name for name in rows[0] if name.startswith("correction/")]) == number
+
+
 def test_every_generation_batch_has_its_own_dump(tmp_path):
     options = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 2}
     run = trainer(tmp_path, TIS, extra={"dump_dir": tmp_path / "dump"}, **options)
@@ -329,7 +423,8 @@ def test_two_processes_equal_one(tmp_path):
     columns = [torch.tensor([*first[name], *second[name]]) for name in ("old", "rollout", "mask")]
     found = correct(config, *columns)
     expected = found.statistics.metrics()
-    assert first["metrics"] == pytest.approx(expected, rel=1e-6)
+    correction_metrics = {name: first["metrics"][name] for name in expected}
+    assert correction_metrics == pytest.approx(expected, rel=1e-6)
     advantages = torch.tensor([*first["advantages"], *second["advantages"]])
     torch.testing.assert_close(
         advantages, torch.tensor(first["raw"])[:, None] * found.weights * found.mask

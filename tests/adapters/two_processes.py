@@ -17,7 +17,12 @@ OPTIONS = {"use_tis": True, "tis_batch_normalize": True, "rs_second_moment_bound
 
 
 def main(directory):
-    run = trainer(directory, RolloutCorrectionConfig(**OPTIONS), sampler=RoundedSampler())
+    run = trainer(
+        directory,
+        RolloutCorrectionConfig(**OPTIONS),
+        sampler=RoundedSampler(),
+        extra={"log_all_metrics": True},
+    )
     torch.manual_seed(run.accelerator.process_index)
     run.model.train()
     batch = run._generate_and_score_completions(next(iter(run.get_train_dataloader())))
