@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from slime_tis.correction import RolloutCorrectionConfig
+from torch import Tensor
+
+from slime_tis.correction import Ranks, RolloutCorrectionConfig, Statistics
 from slime_tis.errors import HealthAlarm
 from slime_tis.health import MAX_K3, STEP_RULES, Health, Rule, Values
+from slime_tis.token_signs import over_ranks, sign_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,9 @@ class Framework:
     """Suffix of these metrics."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Our name of a metric → the framework's, if it does not have the prefix."""
+    samples_are_fresh: bool = True
+    """Whether samples without a weight version come from the current weights, as in a trainer that
+    samples and then trains."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Names of `OPTIONS` → the framework's names in the advice."""
 
@@ -138,7 +144,7 @@ def _temperature(values: Values) -> bool:
         smallest = WEAK_DEPENDENCE
     return (
         abs(values["train/log_prob_dependence"]) > smallest
-        and values["train/train_rollout_logprob_abs_diff"] > MIN_VISIBLE
+        and values["train/abs_diff"] > MIN_VISIBLE
     )
 
 
@@ -160,6 +166,9 @@ def _sign(values: Values) -> str:
         "truncated_sampling": _truncated,
         "temperature": _temperature,
     }
+    if "train/placeholder_fraction" not in values:
+        # Only metrics of a framework that never shows its tokens.
+        return ""
     for cause, holds in signs.items():
         if holds(values):
             return cause
@@ -175,7 +184,7 @@ def _is_stale(values: Values) -> bool:
 def _not_updated(values: Values) -> bool:
     return (
         values.get("train/mismatch_growth", 0.0) > GROWTH
-        and values["train/train_rollout_logprob_abs_diff"] > MIN_GROWN
+        and values["train/abs_diff"] > MIN_GROWN
         and values.get("train/weight_staleness", 0.0) == 0
         and not _sign(values)
     )
@@ -183,7 +192,7 @@ def _not_updated(values: Values) -> bool:
 
 def _other_network(values: Values) -> bool:
     return (
-        values["train/updates"] == 0
+        values.get("train/updates") == 0
         and values["train/mismatch_k3_kl"] > MAX_K3
         and values["train/sampled_ratio_errors"] < MAX_RATIO_ERRORS
         and not _sign(values)
@@ -217,6 +226,22 @@ SAMPLES = (
     " {values[train/largest_samples_share]:.0%} of the mismatch)"
 )
 """Concentration of the mismatch, for messages."""
+
+
+def _mismatch_rule(samples: str) -> Rule:
+    return Rule(
+        cause="mismatch",
+        metric="train/mismatch_k3_kl",
+        condition=lambda _, values, __: _unexplained(values),
+        message=f"the KL between rollout and training policy is above {MAX_K3:g} nats per token"
+        + samples,
+        fix=(
+            "write a dump and run `slime-tis diagnose`; compare weights, temperature and tokenizer."
+        ),
+        after=2,
+    )
+
+
 LIVE_RULES = (
     Rule(
         cause="nonfinite_log_probs",
@@ -325,17 +350,9 @@ LIVE_RULES = (
         fix="lower [learning_rate] or [steps].",
         after=2,
     ),
-    Rule(
-        cause="mismatch",
-        metric="train/mismatch_k3_kl",
-        condition=lambda _, values, __: _unexplained(values),
-        message=f"the KL between rollout and training policy is above {MAX_K3:g} nats per token"
-        + SAMPLES,
-        fix=(
-            "write a dump and run `slime-tis diagnose`; compare weights, temperature and tokenizer."
-        ),
-        after=2,
-    ),
+    _mismatch_rule(SAMPLES),
+    # A framework may log only the KL.
+    _mismatch_rule(""),
 )
 """Rules that other trainers need, in addition to those of `STEP_ADVICE`."""
 STEP_ADVICE = {
@@ -407,6 +424,7 @@ class LiveHealth:
         if on_alarm not in get_args(OnAlarm):
             raise ValueError(f"on_alarm must be 'warn' or 'stop', not {on_alarm!r}.")
         self._health = Health(correction, live_rules(framework))
+        self._samples_are_fresh = framework.samples_are_fresh
         self._stops = on_alarm == "stop"
         self._prints = prints
         self._first_step: int | None = None
@@ -444,7 +462,7 @@ class LiveHealth:
     def _derived(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Values that need the first batch, or several metrics."""
         derived: dict[str, float] = {}
-        size = metrics.get("train/train_rollout_logprob_abs_diff")
+        size = metrics.get("train/abs_diff")
         if size is not None:
             if self._first_step is None or self._first_size is None:
                 # The engine has just loaded the weights that training starts from.
@@ -452,7 +470,8 @@ class LiveHealth:
                 self._first_size = size
                 self._first_k3 = metrics.get("train/mismatch_k3_kl", 0.0)
             derived["train/updates"] = float(step - self._first_step)
-            if step > self._first_step:
+            is_comparable = self._samples_are_fresh or "train/weight_staleness" in metrics
+            if step > self._first_step and is_comparable:
                 # fp32 engines may agree to the last bit
                 derived["train/mismatch_growth"] = size / max(self._first_size, 1e-6)
                 derived["train/first_k3"] = self._first_k3
@@ -465,6 +484,52 @@ class LiveHealth:
             derived["train/learning_rate_factor"] = factor
             derived["train/largest_useful_age"] = float(int(metrics["train/stale_age"] * factor))
         return derived
+
+
+class StepMonitor:
+    """Alarms of a framework whose loss sees micro-batches, and the number of the step."""
+
+    def __init__(
+        self, correction: RolloutCorrectionConfig, framework: Framework, on_alarm: OnAlarm
+    ) -> None:
+        self._health = LiveHealth(correction, framework, on_alarm=on_alarm)
+        self._step = -1
+        self._statistics: Statistics | None = None
+        self._sums: Tensor | None = None
+
+    def add(
+        self, step: int, statistics: Statistics, sums: Tensor, ranks: Ranks
+    ) -> dict[str, float]:
+        """Adds a micro-batch; the first one of a step also checks the step before.
+
+        Args:
+            step: Optimizer steps made before.
+            statistics: Of the micro-batch.
+            sums: Its `token_sums`.
+            ranks: Ranks that train on parts of a batch; each has the same steps.
+
+        Returns:
+            Metrics without prefix and health/CAUSE of the step before, if one has ended; else
+            nothing.
+
+        Raises:
+            HealthAlarm: See `LiveHealth`.
+        """
+        metrics: dict[str, float] = {}
+        if self._statistics is not None and self._sums is not None and step == self._step:
+            self._statistics = self._statistics.merge(statistics)
+            self._sums = self._sums + sums
+            return metrics
+        if self._statistics is not None and self._sums is not None:
+            total = over_ranks(self._sums, ranks)
+            metrics = self._statistics.all_reduce(ranks).metrics()
+            metrics |= sign_metrics(total)
+            values = {f"train/{name}": value for name, value in metrics.items()}
+            metrics = logged(metrics, all_metrics=False) | self._health.check(self._step, values)
+        self._step = step
+        self._statistics = statistics
+        self._sums = sums
+        return metrics
 
 
 def logged(metrics: Mapping[str, float], *, all_metrics: bool) -> dict[str, float]:

@@ -6,7 +6,8 @@ The sums cost about 60 operations on [B, T] tensors, no pass of the network and 
 Shapes: suffix _BT is [samples, tokens], _B is one value per sample.
 """
 
-from typing import NamedTuple
+import math
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,57 +34,66 @@ SHIFTED_RATIO = 0.2
 """Largest mean abs(Δ) after the shift, relative to the mean before."""
 
 
-class TokenSums(NamedTuple):
-    """Sums over the valid tokens of a batch; sums of several ranks are added."""
+Value = TypeVar("Value")
 
-    tokens: Tensor
-    size: Tensor
+
+class TokenSums(NamedTuple, Generic[Value]):
+    """Sums over the valid tokens of a batch; sums of several ranks are added.
+
+    The fields are tensors on the device, or numbers.
+    """
+
+    trained: Value
+    """Tokens in the loss mask, with and without log-probs."""
+    tokens: Value
+    """Tokens with both log-probs."""
+    size: Value
     """Σ abs(Δ)."""
-    zeros: Tensor
+    zeros: Value
     """Tokens whose rollout log-prob is exactly 0 although training differs."""
-    zero_size: Tensor
+    zero_size: Value
     """Σ abs(Δ) of these tokens."""
-    rest_positive: Tensor
+    rest_positive: Value
     """Σ max(Δ, 0) of the other tokens."""
-    rest_large: Tensor
+    rest_large: Value
     """Σ abs(Δ) of the other tokens above LARGE_SIZE."""
-    above_zero: Tensor
+    above_zero: Value
     """Tokens whose rollout log-prob is above 0."""
-    bounded: Tensor
+    bounded: Value
     """Tokens that have the smallest rollout log-prob, and that training finds less likely."""
-    bounded_train: Tensor
+    bounded_train: Value
     """Σ log π_train of these tokens."""
-    bounded_train_squared: Tensor
+    bounded_train_squared: Value
     """Σ (log π_train)² of these tokens."""
-    train: Tensor
-    rollout: Tensor
-    train_squared: Tensor
-    rollout_squared: Tensor
-    product: Tensor
+    train: Value
+    rollout: Value
+    train_squared: Value
+    rollout_squared: Value
+    product: Value
     """Σ log π_train · log π_rollout."""
-    ratio: Tensor
+    ratio: Value
     """Σ min(ρ, e²) − 1."""
-    ratio_squared: Tensor
-    samples: Tensor
-    long_samples: Tensor
+    ratio_squared: Value
+    samples: Value
+    long_samples: Value
     """Samples of at least MIN_LENGTH tokens."""
-    shifted_samples: Tensor
+    shifted_samples: Value
     """Of these, samples that agree after a shift by one token, or with a neighboring sample."""
-    largest_samples: Tensor
+    largest_samples: Value
     """Σ abs(Δ) of the eighth of the samples with the largest sums."""
-    known_age: Tensor
+    known_age: Value
     """Tokens whose weight version is known."""
-    age: Tensor
+    age: Value
     """Σ of their age, optimizer steps."""
-    stale: Tensor
+    stale: Value
     """Tokens from older weights."""
-    stale_k3: Tensor
+    stale_k3: Value
     """Σ exp(Δ) − Δ − 1 of tokens from older weights."""
-    fresh_k3: Tensor
+    fresh_k3: Value
     """The same of tokens from the current weights."""
-    probed_weights: Tensor
+    probed_weights: Value
     """Weights of the trained model that were compared with the previous step."""
-    changed_weights: Tensor
+    changed_weights: Value
     """Of these, the weights that changed."""
 
 
@@ -130,7 +140,8 @@ def token_sums(
     # Without a sample there is no largest one.
     eighth = (len(size_B) + 7) // 8
     long_B = valid_BT.sum(1) >= MIN_LENGTH
-    sums = TokenSums(
+    sums: TokenSums[Tensor] = TokenSums(
+        trained=mask_BT.bool().sum(),
         tokens=valid_BT.sum(),
         size=size_BT.sum(),
         zeros=is_zero_BT.sum(),
@@ -198,14 +209,17 @@ def over_ranks(sums: Tensor, ranks: Ranks) -> Tensor:
 
 def sign_metrics(sums: Tensor) -> dict[str, float]:
     """Metrics of the sums, by name without prefix; a metric without a measurement is missing."""
-    total = TokenSums(*sums.tolist())
+    total: TokenSums[float] = TokenSums(*sums.tolist())
     metrics: dict[str, float] = {}
     if total.probed_weights:
         metrics["changed_weight_fraction"] = total.changed_weights / total.probed_weights
+    if total.trained:
+        metrics["nonfinite_token_fraction"] = 1 - total.tokens / total.trained
     if not total.tokens:
         return metrics
     rest = max(total.size - total.zero_size, 1e-12)
     metrics |= {
+        "abs_diff": total.size / total.tokens,
         "placeholder_fraction": total.zeros / total.tokens,
         "placeholder_size": total.zero_size / max(total.zeros, 1),
         "rest_abs_diff": rest / max(total.tokens - total.zeros, 1),
@@ -235,10 +249,10 @@ def sign_metrics(sums: Tensor) -> dict[str, float]:
 
 def _deviation(total: float, total_squared: float, count: float) -> float:
     mean = total / max(count, 1)
-    return max(total_squared / max(count, 1) - mean * mean, 0.0) ** 0.5
+    return math.sqrt(max(total_squared / max(count, 1) - mean * mean, 0.0))
 
 
-def _dependence(total: TokenSums) -> float:
+def _dependence(total: TokenSums[float]) -> float:
     """The smaller one of Δ's correlations with log π_train and with log π_rollout; from −1 to 1.
 
     It is 0 if their signs differ. Only a function of the log-prob, such as a temperature, has a
@@ -255,14 +269,14 @@ def _dependence(total: TokenSums) -> float:
     # Rounding makes tiny differences of squares, which have no meaning.
     if smallest < 1e-9 * max(train_variance, rollout_variance, 1e-9):
         return 0.0
-    with_train = (train_variance - covariance) / (train_variance * delta_variance) ** 0.5
-    with_rollout = (covariance - rollout_variance) / (rollout_variance * delta_variance) ** 0.5
+    with_train = (train_variance - covariance) / math.sqrt(train_variance * delta_variance)
+    with_rollout = (covariance - rollout_variance) / math.sqrt(rollout_variance * delta_variance)
     if with_train * with_rollout <= 0:
         return 0.0
     return min(with_train, with_rollout, key=abs)
 
 
-def _standard_errors(total: TokenSums) -> float:
+def _standard_errors(total: TokenSums[float]) -> float:
     """The mean of min(ρ, e²) − 1 in standard errors.
 
     The mean is at most 0 if the tokens are samples of the distribution that the engine reports.
@@ -270,7 +284,7 @@ def _standard_errors(total: TokenSums) -> float:
     deviation = _deviation(total.ratio, total.ratio_squared, total.tokens)
     if deviation < 1e-6:
         return 0.0
-    return total.ratio / total.tokens / deviation * total.tokens**0.5
+    return total.ratio / math.sqrt(total.tokens) / deviation
 
 
 class WeightProbe:

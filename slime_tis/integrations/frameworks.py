@@ -47,6 +47,8 @@ TINKER = Framework(
     name="tinker",
     prefix="custom/",
     suffix=":mean",
+    # A call may train on samples of weights from some steps ago.
+    samples_are_fresh=False,
     options={
         "learning_rate": "learning_rate of AdamParams",
         "steps": "the forward_backward calls per batch of samples",

@@ -22,12 +22,16 @@ from torch import Tensor
 
 from slime_tis.correction import (
     Correction,
+    Ranks,
     RolloutCorrectionConfig,
     correct,
     is_log_prob,
     safe_exp,
     within_bound,
 )
+from slime_tis.integrations.frameworks import MS_SWIFT
+from slime_tis.live_health import OnAlarm, StepMonitor
+from slime_tis.token_signs import token_sums
 
 PREFIX = "correction/"
 """Prefix of the metrics."""
@@ -406,13 +410,21 @@ def _prime_rl_default(
     return prime_rl(lambda inputs: default_loss_fn(inputs, settings), correction)
 
 
-def ms_swift(correction: RolloutCorrectionConfig) -> Loss:
+def ms_swift(correction: RolloutCorrectionConfig, *, on_alarm: OnAlarm = "warn") -> Loss:
     """A method to replace `_get_rollout_is_correction` of ms-swift's GRPOTrainer.
 
     An external plugin of ms-swift replaces it. ms-swift calls the method if
     `rollout_importance_sampling_mode` has any value. It also weights the KL term.
+
+    The metrics of a step and its health alarms are in the log of the next step.
+
+    Args:
+        correction: The options.
+        on_alarm: "warn" prints health alarms, "stop" also raises `HealthAlarm` if training would
+            use wrong numbers.
     """
     _refuse_advantages(correction)
+    monitor = StepMonitor(correction, MS_SWIFT, on_alarm)
 
     def method(
         trainer: Any, old: Tensor, rollout: Tensor, mask: Tensor
@@ -422,9 +434,22 @@ def ms_swift(correction: RolloutCorrectionConfig) -> Loss:
             or trainer.disable_rollout_importance_sampling
         ):
             return None, None
-        weights, accepted = _weights_and_mask(correction, old, rollout, mask)
-        log_ratio = torch.where(accepted, old - rollout, 0.0)
-        return log_ratio, weights
+        batch = _with_weights(correction, old, rollout, mask)
+        if trainer.model.training:
+            ranks = Ranks()
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                ranks = Ranks.from_groups(data=torch.distributed.group.WORLD)
+            metrics = monitor.add(
+                trainer.state.global_step,
+                batch.correction.statistics,
+                token_sums(old, rollout, mask),
+                ranks,
+            )
+            for name, value in metrics.items():
+                full_name = name if name.startswith("health/") else PREFIX + name
+                trainer._metrics["train"][full_name].append(value)
+        log_ratio = torch.where(batch.correction.mask, old - rollout, 0.0)
+        return log_ratio, batch.advantages
 
     return method
 
@@ -447,7 +472,9 @@ def open_instruct(result: Callable[..., Any], correction: RolloutCorrectionConfi
     ) -> Any:
         # open-instruct writes 1.0 for a missing log-prob.
         rollout = torch.where(vllm_logprobs > 0, torch.nan, vllm_logprobs)
-        weights, accepted = _weights_and_mask(correction, old_logprob, rollout, response_mask)
+        batch = _with_weights(correction, old_logprob, rollout, response_mask)
+        weights = batch.advantages
+        accepted = batch.correction.mask
         rejected = (response_mask > 0) & ~accepted
         metrics = {
             "val/rho_drop_frac": rejected.float(),
@@ -460,10 +487,10 @@ def open_instruct(result: Callable[..., Any], correction: RolloutCorrectionConfi
     return rho_correction
 
 
-def _weights_and_mask(
+def _with_weights(
     correction: RolloutCorrectionConfig, old: Tensor, rollout: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The factors of a loss that the framework weights itself, and the accepted tokens.
+) -> Corrected:
+    """The micro-batch of a loss that the framework weights itself.
 
     Args:
         correction: The options.
@@ -472,11 +499,11 @@ def _weights_and_mask(
         mask: Nonzero at trained tokens, [B, T].
 
     Returns:
-        (weights, accepted): weights [B, T], 0 at rejected tokens and 1 without a correction, and
-        the mask [B, T].
+        A micro-batch whose advantages are the weights [B, T], 0 at rejected tokens and 1 without a
+        correction.
     """
     # With advantages of 1, the corrected advantages are the weights.
-    batch = corrected(
+    return corrected(
         correction,
         log_probs=old,
         old=old,
@@ -484,7 +511,6 @@ def _weights_and_mask(
         advantages=torch.ones_like(old),
         mask=mask,
     )
-    return batch.advantages, batch.correction.mask
 
 
 def _mask_or_ones(mask: Tensor | None, log_probs: Tensor) -> Tensor:

@@ -5,14 +5,19 @@ a mask, tokens with a nonzero advantage are trained. The losses are sums over to
 π_train is the current policy.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from slime_tis import functional
 from slime_tis.correction import RolloutCorrectionConfig, correct
+from slime_tis.integrations.frameworks import TINKER
+from slime_tis.live_health import LiveHealth, OnAlarm, logged
+from slime_tis.token_signs import sign_metrics, token_sums
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(log π_θ with gradient, log π_rollout, advantages) → losses [T] before weights and mask."""
@@ -26,14 +31,31 @@ def policy_gradient(log_probs: Tensor, rollout_log_probs: Tensor, advantages: Te
 
 
 def corrected_loss(
-    config: RolloutCorrectionConfig, token_loss: TokenLoss = policy_gradient
+    config: RolloutCorrectionConfig,
+    token_loss: TokenLoss = policy_gradient,
+    *,
+    on_alarm: OnAlarm = "warn",
+    log_all_metrics: bool = False,
 ) -> Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]:
     """A loss for `TrainingClient.forward_backward_custom`.
 
-    It has all options and all metrics of `slime_tis.correct`; metrics are named custom/NAME:mean.
-    The data of one call are the global batch. Without data the loss is 0. A token without a finite
-    log π_θ has loss and gradient 0, or raises if `nonfinite_policy` is "raise".
+    It has all options and metrics of `slime_tis.correct`; metrics are named custom/NAME:mean. The
+    data of one call are the global batch, and one call is one step of the health alarms. Without
+    data the loss is 0. A token without a finite log π_θ has loss and gradient 0, or raises if
+    `nonfinite_policy` is "raise".
+
+    A datum may have `weight_age`, one number: optimizer steps between the weights that sampled it
+    and the current ones.
+
+    Args:
+        config: The options of the correction.
+        token_loss: Losses per token.
+        on_alarm: "warn" prints health alarms, "stop" also raises `HealthAlarm` if training would
+            use wrong numbers.
+        log_all_metrics: Whether all metrics are returned instead of `DEFAULT_METRICS`.
     """
+    health = LiveHealth(config, TINKER, on_alarm=on_alarm)
+    calls = itertools.count()
 
     def loss(data: Sequence[Any], log_probs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         columns = [_columns(datum) for datum in data]
@@ -55,10 +77,26 @@ def corrected_loss(
             )
             losses.append(loss)
         metrics = correction.statistics.metrics()
-        named = {f"custom/{name.lower()}:mean": value for name, value in metrics.items()}
+        if columns:
+            metrics |= sign_metrics(_signs(columns, current))
+        values = {f"train/{name}": value for name, value in metrics.items()}
+        reported = logged(metrics, all_metrics=log_all_metrics)
+        reported |= health.check(next(calls), values)
+        named = {f"custom/{name.lower()}:mean": value for name, value in reported.items()}
         return torch.stack(losses).sum(), named
 
     return loss
+
+
+def _signs(columns: Sequence["Columns"], current: Sequence[Tensor]) -> Tensor:
+    """The sums of `token_signs` over the data of a call."""
+    ages = [torch.full_like(column.mask, column.age, dtype=torch.int64) for column in columns]
+    return token_sums(
+        pad_sequence(list(current), batch_first=True),
+        pad_sequence([column.rollout for column in columns], batch_first=True),
+        pad_sequence([column.mask for column in columns], batch_first=True),
+        age_BT=pad_sequence(ages, batch_first=True, padding_value=-1),
+    )
 
 
 def traced_loss(
@@ -96,11 +134,13 @@ def traced_loss(
 
 
 class Columns(NamedTuple):
-    """Tensors [T] of one datum."""
+    """Tensors [T] of one datum, and the age of the weights that sampled it."""
 
     rollout: Tensor
     advantages: Tensor
     mask: Tensor
+    age: int
+    """Optimizer steps; −1 if unknown."""
 
 
 def _columns(datum: Any) -> Columns:
@@ -116,7 +156,10 @@ def _columns(datum: Any) -> Columns:
         mask = inputs["mask"].to_torch()
     else:
         mask = advantages != 0
-    return Columns(inputs["logprobs"].to_torch(), advantages, mask)
+    age = -1
+    if "weight_age" in inputs:
+        age = int(inputs["weight_age"].to_torch().flatten()[0])
+    return Columns(inputs["logprobs"].to_torch(), advantages, mask, age)
 
 
 def _weighted_loss(

@@ -8,8 +8,11 @@ options: `+algorithm.rollout_correction.slime_tis.rs_z_score=3.0`. The policy lo
 as slime_tis_NAME, for `actor_rollout_ref.actor.policy_loss.loss_mode`; NAME is a key of `LOSSES`.
 """
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from functools import wraps
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,10 +21,14 @@ from torch import Tensor
 from slime_tis import functional
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig, correct, is_log_prob
 from slime_tis.integrations import verl
+from slime_tis.integrations.frameworks import VERL
+from slime_tis.live_health import LiveHealth, logged
 from slime_tis.policy import losses
+from slime_tis.token_signs import sign_metrics, token_sums
 
 try:
     from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.utils.tracking import Tracking
 except ImportError as error:
     raise ImportError(
         f"slime_tis.integrations.verl_plugin needs verl ({error}); pip install verl, for example"
@@ -134,6 +141,83 @@ def _register(name: str, token_loss: Callable[..., LossAndMask]) -> None:
     core_algos.register_policy_loss(f"slime_tis_{name}")(policy_loss)
 
 
+METRICS = {
+    "k3_kl": "train/mismatch_k3_kl",
+    "kl": "train/mismatch_kl",
+    "rollout_is_eff_sample_size": "train/mis_eff_sample_size",
+}
+"""Metrics of verl's correction → our names; others have equal names."""
+METRIC_PREFIXES = ("rollout_corr/", "actor/rollout_corr/")
+"""In decoupled and in bypass mode."""
+HEALTH_OPTIONS = {"on_alarm": "warn", "log_all_metrics": False}
+"""Options of the block `slime_tis_health` and their defaults."""
+
+
+class DriverHealth:
+    """Health alarms on verl's driver: the batch's tokens, then all metrics of the step."""
+
+    def __init__(self) -> None:
+        self.log_all_metrics = False
+        self._health: LiveHealth | None = None
+        self._signs: dict[str, float] = {}
+
+    def configure(self, rollout_corr_config: Any, config: RolloutCorrectionConfig) -> None:
+        """Reads the block `slime_tis_health` at the first step.
+
+        Raises:
+            ValueError: An option is unknown.
+        """
+        if self._health is not None:
+            return
+        block = (rollout_corr_config or {}).get("slime_tis_health") or {}
+        options = {**HEALTH_OPTIONS, **block}
+        unknown = sorted(set(options) - set(HEALTH_OPTIONS))
+        if unknown:
+            raise ValueError(
+                f"rollout_correction.slime_tis_health has no option {', '.join(unknown)}; it has"
+                f" {' and '.join(HEALTH_OPTIONS)}."
+            )
+        self.log_all_metrics = options["log_all_metrics"]
+        self._health = LiveHealth(config, VERL, on_alarm=options["on_alarm"])
+
+    def measure(self, batch: Any) -> None:
+        """Takes the signs of the batch's tokens, before rejection changes its mask."""
+        tensors = batch.batch
+        sums = token_sums(
+            tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"]
+        )
+        # verl's driver has its tensors on the CPU.
+        self._signs = sign_metrics(sums)
+
+    def checked(self, data: dict[str, Any], step: int) -> dict[str, Any]:
+        """The metrics of a step with health/CAUSE.
+
+        Raises:
+            HealthAlarm: See `LiveHealth`.
+        """
+        if self._health is None:
+            return data
+        values = {f"train/{name}": value for name, value in self._signs.items()}
+        self._signs = {}
+        for name, value in data.items():
+            if not isinstance(value, Real):
+                continue
+            for prefix in METRIC_PREFIXES:
+                own = name.removeprefix(prefix)
+                if own != name:
+                    values[METRICS.get(own, f"train/{own}")] = float(value)
+        if "actor/grad_norm" in data:
+            is_finite = math.isfinite(data["actor/grad_norm"])
+            values["train/nonfinite_gradient_steps"] = float(not is_finite)
+        if "actor/pg_clipfrac" in data:
+            values["train/pg_clipfrac"] = float(data["actor/pg_clipfrac"])
+        return {**data, **self._health.check(step, values)}
+
+
+DRIVER_HEALTH = DriverHealth()
+"""verl has one driver process, and its helper is a function without state."""
+
+
 def compute_rollout_correction_and_add_to_batch(
     batch: Any, rollout_corr_config: Any
 ) -> tuple[Any, dict[str, float]]:
@@ -146,6 +230,8 @@ def compute_rollout_correction_and_add_to_batch(
     """
     options = rollout_corr_config.get("slime_tis")
     if options is None:
+        DRIVER_HEALTH.configure(rollout_corr_config, verl.MISMATCH)
+        DRIVER_HEALTH.measure(batch)
         return verl.compute_rollout_correction_and_add_to_batch(batch, rollout_corr_config)
     unknown = sorted(set(options) - set(RolloutCorrectionConfig.__dataclass_fields__))
     if unknown:
@@ -159,6 +245,8 @@ def compute_rollout_correction_and_add_to_batch(
             "rollout_correction.slime_tis is only read in decoupled mode; drop"
             " use_rollout_logprobs."
         )
+    DRIVER_HEALTH.configure(rollout_corr_config, config)
+    DRIVER_HEALTH.measure(batch)
     tensors = batch.batch
     correction = correct(
         config, tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"]
@@ -167,8 +255,29 @@ def compute_rollout_correction_and_add_to_batch(
         tensors["rollout_is_weights"] = correction.weights * correction.mask
         if config.rejection_normalizer == "kept":
             tensors["response_mask"] = correction.mask.to(tensors["response_mask"].dtype)
-    metrics = correction.statistics.metrics()
+    metrics = logged(correction.statistics.metrics(), all_metrics=DRIVER_HEALTH.log_all_metrics)
     return batch, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def apply_bypass_mode(
+    batch: Any,
+    rollout_corr_config: Any = None,
+    policy_loss_config: MutableMapping[str, object] | None = None,
+) -> None:
+    """verl's bypass mode, with health alarms on the metrics of its workers."""
+    DRIVER_HEALTH.configure(rollout_corr_config, verl.MISMATCH)
+    verl.apply_bypass_mode(batch, rollout_corr_config, policy_loss_config)
+
+
+def _check_before_logging() -> None:
+    """Makes verl's `Tracking.log` check each step and log health/CAUSE."""
+    log = Tracking.log
+
+    @wraps(log)
+    def checked_log(self: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> Any:
+        return log(self, DRIVER_HEALTH.checked(data, step), step, *args, **kwargs)
+
+    Tracking.log = checked_log
 
 
 def _replace_helper() -> None:
@@ -189,3 +298,4 @@ def _replace_helper() -> None:
 for _name, _loss in LOSSES.items():
     _register(_name, _loss)
 _replace_helper()
+_check_before_logging()

@@ -11,6 +11,7 @@ from tinker.lib.public_interfaces.training_client import TrainingClient
 
 from examples.tinker import recipe
 from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.errors import HealthAlarm
 from slime_tis.integrations.tinker import corrected_loss, policy_gradient, traced_loss
 from slime_tis.policy.losses import ppo_clip
 
@@ -88,11 +89,10 @@ def test_the_weights_sent_are_advantage_times_weight(name):
         [a * w * m for a, w, m in zip(advantages, found.weights, found.mask, strict=True)]
     )
     assert expected.any() or name == "all rejected"
-    weights, metrics = sent(data, log_probs, corrected_loss(config))
+    weights, metrics = sent(data, log_probs, corrected_loss(config, log_all_metrics=True))
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
-    assert metrics == {
-        f"custom/{name.lower()}:mean": value for name, value in found.statistics.metrics().items()
-    }
+    for metric, value in found.statistics.metrics().items():
+        assert metrics[f"custom/{metric.lower()}:mean"] == pytest.approx(value, rel=1e-12)
     loss, ranks = traced_loss(config)
     handle = custom_loss.trace_loss(loss, ranks, "session")
     assert custom_loss.encode_graph(handle).nodes
@@ -192,6 +192,46 @@ def test_the_raise_policy_names_the_token():
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
     with pytest.raises(ValueError, match="sequence 0, position 4: train log-prob"):
         corrected_loss(config)(data, log_probs)
+
+
+def shifted_batch():
+    """Data whose log-probs belong to the next token."""
+    data, _ = batch()
+    log_probs = columns(data, "logprobs")
+    for datum, values in zip(data, log_probs, strict=True):
+        datum.loss_fn_inputs["logprobs"] = numbers(values.roll(-1))
+    return data, log_probs
+
+
+def test_an_alarm_is_a_metric():
+    data, log_probs = shifted_batch()
+    _, metrics = sent(data, log_probs, corrected_loss(CONFIGS["tis"]))
+    assert metrics["custom/health/shifted_tokens:mean"] == 1.0
+
+
+def test_an_alarm_stops_the_loop_if_asked():
+    data, log_probs = shifted_batch()
+    loss = corrected_loss(CONFIGS["tis"], on_alarm="stop")
+    with pytest.raises(HealthAlarm, match="custom/shifted_sample_fraction:mean is 1"):
+        sent(data, log_probs, loss)
+
+
+@pytest.mark.parametrize("age", [None, 0, 2], ids=["unknown", "current", "two steps"])
+def test_only_current_weights_can_lack_updates(age):
+    data, log_probs = batch()
+    if age is not None:
+        for datum in data:
+            datum.loss_fn_inputs["weight_age"] = numbers(torch.tensor([age]))
+    loss = corrected_loss(RolloutCorrectionConfig(use_tis=True))
+    sent(data, columns(data, "logprobs"), loss)
+    logs = [sent(data, log_probs, loss)[1] for _ in range(3)]
+    alarms = {name for log in logs for name in log if "health/weights" in name}
+    assert alarms == ({"custom/health/weights_not_updated:mean"} if age == 0 else set())
+
+
+def test_by_default_few_metrics_are_returned():
+    _, metrics = sent(*batch(), corrected_loss(CONFIGS["tis"]))
+    assert len(metrics) == 10
 
 
 def test_no_data_have_a_loss_of_0():

@@ -15,10 +15,12 @@ from tensordict.tensorclass import NonTensorData
 from verl import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlConfig
 from verl.trainer.ppo import core_algos, rollout_corr_helper
+from verl.utils.tracking import Tracking
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.errors import HealthAlarm
 from slime_tis.integrations import verl, verl_plugin
 from slime_tis.policy.losses import ppo_clip
 
@@ -106,6 +108,16 @@ def test_verls_helper_is_replaced():
     )
 
 
+def override(option):
+    """Hydra's override of an option of the block slime_tis, of HEALTH, or of verl (+)."""
+    block = "algorithm.rollout_correction"
+    if option.startswith("+"):
+        return f"+{block}.{option[1:]}"
+    if option.startswith("HEALTH."):
+        return f"+{block}.slime_tis_health.{option.removeprefix('HEALTH.')}"
+    return f"+{block}.slime_tis.{option}"
+
+
 def on_driver(x, *options):
     """The batch that verl's driver corrects with options from verl's command line."""
     with initialize_config_dir(
@@ -113,7 +125,7 @@ def on_driver(x, *options):
     ):
         config = compose(
             "ppo_trainer",
-            [f"+algorithm.rollout_correction.slime_tis.{option}" for option in options],
+            [override(option) for option in options],
         )
     batch = DataProto.from_dict(
         {name: value.clone() for name, value in x.items() if name != "log_probs"}
@@ -129,7 +141,8 @@ def test_options_that_verl_lacks(normalizer):
     x = columns()
     options = {"use_tis": True, "tis_level": "prefix", "tis_batch_normalize": True, "use_rs": True}
     options |= {"rs_level": "geometric", "rs_z_score": 1.0, "rejection_normalizer": normalizer}
-    batch, metrics = on_driver(x, *(f"{name}={value}" for name, value in options.items()))
+    overrides = [f"{name}={value}" for name, value in options.items()]
+    batch, metrics = on_driver(x, *overrides, "HEALTH.log_all_metrics=true")
     found = correct(
         RolloutCorrectionConfig(**options),
         x["old_log_probs"],
@@ -152,6 +165,92 @@ def test_options_that_verl_lacks(normalizer):
     torch.testing.assert_close(
         gradient, torch.autograd.grad(expected, log_probs)[0], rtol=1e-6, atol=1e-8
     )
+
+
+@pytest.fixture(autouse=True)
+def driver_health(monkeypatch):
+    """verl's driver of one run."""
+    health = verl_plugin.DriverHealth()
+    monkeypatch.setattr(verl_plugin, "DRIVER_HEALTH", health)
+    return health
+
+
+class KeepingLogger:
+    """A backend of verl's `Tracking`."""
+
+    def __init__(self):
+        self.rows = []
+
+    def log(self, data, step):
+        self.rows.append(data)
+
+
+def logged_rows(batches, *options):
+    """What verl's `Tracking` logs for some steps of a driver."""
+    tracking = Tracking.__new__(Tracking)
+    tracking.logger = {"test": KeepingLogger()}
+    for step, x in enumerate(batches):
+        _, metrics = on_driver(x, *options)
+        tracking.log(data={**metrics, "actor/grad_norm": 1.0}, step=step)
+    tracking._finished = True
+    return tracking.logger["test"].rows
+
+
+def shifted_columns():
+    x = columns()
+    x["old_log_probs"] -= 0.05  # some are exactly 0, which would count as placeholders
+    x["rollout_log_probs"] = x["old_log_probs"].roll(-1, 1)
+    return x
+
+
+def test_an_alarm_is_in_the_log_of_verl():
+    (row,) = logged_rows([shifted_columns()], "use_tis=true")
+    assert row["health/shifted_tokens"] == 1.0
+    assert row["rollout_corr/mismatch_k3_kl"] > 0
+
+
+def test_an_alarm_reads_options_of_verl():
+    (row,) = logged_rows([shifted_columns()], "+rollout_is=token")
+    assert row["health/shifted_tokens"] == 1.0
+
+
+def test_an_alarm_stops_the_driver_if_asked():
+    options = ("use_tis=true", "HEALTH.on_alarm=stop")
+    with pytest.raises(HealthAlarm, match="rollout_corr/shifted_sample_fraction is"):
+        logged_rows([shifted_columns()], *options)
+
+
+def test_updates_that_stop_raise_an_alarm():
+    same = columns()
+    same["rollout_log_probs"] = same["old_log_probs"].clone()
+    rows = logged_rows([same, columns(), columns()], "use_tis=true")
+    marks = [row.get("health/weights_not_updated") for row in rows]
+    assert marks == [None, None, 1.0]
+
+
+def test_a_gradient_of_verl_that_is_nan_raises_an_alarm(driver_health):
+    driver_health.configure({}, RolloutCorrectionConfig())
+    row = driver_health.checked({"actor/grad_norm": math.nan}, 1)
+    assert row["health/nonfinite_gradient"] == 1.0
+
+
+def test_bypass_mode_checks_the_metrics_of_the_workers(driver_health):
+    x = columns()
+    batch = DataProto.from_dict({"rollout_log_probs": x["rollout_log_probs"]})
+    verl_plugin.apply_bypass_mode(batch, {})
+    for step in range(2):
+        row = driver_health.checked({"actor/rollout_corr/k3_kl": 0.4}, step)
+    assert row["health/mismatch"] == 1.0
+
+
+def test_a_log_without_a_run_of_the_plugin_is_unchanged(driver_health):
+    data = {"train/loss": 0.5}
+    assert driver_health.checked(data, 3) is data
+
+
+def test_an_unknown_health_option_is_refused():
+    with pytest.raises(ValueError, match="slime_tis_health has no option on_alarms"):
+        on_driver(columns(), "use_tis=true", "HEALTH.on_alarms=stop")
 
 
 def test_metrics_alone_leave_the_loss_as_it_is():
@@ -239,9 +338,9 @@ def test_edges(name):
 def test_verl_imports_the_plugin_by_its_environment_variable():
     code = (
         "from verl.trainer.ppo import core_algos, rollout_corr_helper as helper; "
-        "from slime_tis.integrations import verl; "
+        "from slime_tis.integrations import verl_plugin; "
         "assert 'slime_tis_kpop' in core_algos.POLICY_LOSS_REGISTRY; "
-        "assert helper.apply_bypass_mode is verl.apply_bypass_mode"
+        "assert helper.apply_bypass_mode is verl_plugin.apply_bypass_mode"
     )
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": verl_plugin.__name__}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction import within_bound
+from slime_tis.errors import HealthAlarm
 from slime_tis.integrations import losses
 from slime_tis.policy.losses import ppo_clip
 from tests.golden.methods import Case, cases
@@ -152,10 +154,19 @@ def prime_rl(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, 
     return total / x.mask.sum().clamp(min=1), outputs[0].metrics
 
 
-def ms_swift(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, Metrics]:
-    trainer = SimpleNamespace(
-        rollout_importance_sampling_mode="token_mask", disable_rollout_importance_sampling=False
+def swift_trainer(step: int = 0) -> SimpleNamespace:
+    """What the method reads of ms-swift's GRPOTrainer."""
+    return SimpleNamespace(
+        rollout_importance_sampling_mode="token_mask",
+        disable_rollout_importance_sampling=False,
+        model=SimpleNamespace(training=True),
+        state=SimpleNamespace(global_step=step),
+        _metrics={"train": defaultdict(list)},
     )
+
+
+def ms_swift(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, Metrics]:
+    trainer = swift_trainer()
     weights = None
     if config is not None:
         log_ratio, weights = losses.ms_swift(config)(trainer, x.old, x.rollout, x.mask.bool())
@@ -564,6 +575,39 @@ def test_skyrl_refuses_a_second_correction() -> None:
     log_probs = make_batch().log_probs
     with pytest.raises(ValueError, match="off_policy_correction"):
         losses.skyrl(peers.skyrl, METRICS)(log_probs, log_probs, log_probs, options)
+
+
+def swift_log(rollout: Tensor, old: Tensor, **options: Any) -> Metrics:
+    """The log of ms-swift at the third step, after two micro-batches per step."""
+    method = losses.ms_swift(METRICS, **options)
+    trainer = swift_trainer()
+    for step in range(3):
+        trainer.state.global_step = step
+        for half in (slice(0, 2), slice(2, 4)):
+            method(trainer, old[half], rollout[half], torch.ones_like(old[half]))
+    return trainer._metrics["train"]
+
+
+def clean_log_probs() -> Tensor:
+    return -2 * torch.rand(4, 10, generator=torch.Generator().manual_seed(0)) - 0.1
+
+
+def test_ms_swift_logs_the_metrics_of_complete_steps() -> None:
+    old = clean_log_probs()
+    log = swift_log(old - 0.01, old)
+    k3 = math.expm1(0.01) - 0.01
+    assert log["correction/mismatch_k3_kl"] == pytest.approx([k3, k3], rel=1e-4)
+
+
+def test_ms_swift_logs_an_alarm() -> None:
+    old = clean_log_probs()
+    assert swift_log(old.roll(-1, 1), old)["health/shifted_tokens"] == [1.0, 1.0]
+
+
+def test_ms_swift_stops_at_an_alarm_if_asked() -> None:
+    old = clean_log_probs()
+    with pytest.raises(HealthAlarm, match="health/shifted_tokens since step 0"):
+        swift_log(old.roll(-1, 1), old, on_alarm="stop")
 
 
 def test_ms_swift_refuses_options_with_advantages() -> None:
