@@ -23,7 +23,7 @@ GPU_PYTHON ?= 3.12
 TE_TORCH := 2.14.1
 GPU_FLAGS ?=
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:
 	@echo "Start here:"
@@ -199,10 +199,24 @@ test-te: .venv-te/.installed  ## Build transformer-engine (needs nvcc) and check
 test-sglang: install sglang-env  ## Run the tests against real SGLang servers, which they start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang_server
 
+# The tools that build and check a package have an environment of their own, as on a machine that only releases.
+.venv-release/.installed: constraints.txt pyproject.toml
+	test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build twine check-wheel-contents
+	touch $@
+
+release-check: .venv-release/.installed  ## Build sdist and wheel, install them into an empty environment and use them
+	.venv-release/bin/python tools/release/check.py
+
 check: install  ## Lint and type-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*_*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: install  ## Format, and fix what the linter can
 	$(BIN)/ruff format .

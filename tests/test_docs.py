@@ -433,7 +433,10 @@ def test_commands_name_existing_scripts(page):
 def test_commands_name_existing_modules(page):
     text = page.read_text()
     for module in re.findall(r"python -m ((?:examples|studies|slime_tis|benchmarks)[\w.]*)", text):
-        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+        path = ROOT / module.replace(".", "/")
+        if path.is_dir():
+            path = path / "__main__"
+        assert path.with_suffix(".py").exists(), module
 
 
 OTHER_PROGRAMS = """
@@ -442,7 +445,7 @@ OTHER_PROGRAMS = """
 --moe-runner-backend --log-ratio-scale --dtype --compare --json --out --seeds --without-checkpoint
 --experts --prompts --steps --every --held-out --plant-at --engines --device --stages --model
 --other-checkpoint --fail-on --demo --only --sample --world-size --gpu-memory --bandwidth
---master-port --master-addr --node-rank
+--master-port --master-addr --node-rank --version
 """
 """Flags of tensorboard, pip, torchrun, Slurm, SGLang, pytest, examples/, benchmarks/, tools/, other
 `slime-tis …`."""
