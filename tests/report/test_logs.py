@@ -364,7 +364,7 @@ def test_rollout_files_of_areal_are_named(tmp_path, capsys):
     (folder / "7.jsonl").write_text(json.dumps(row) + "\n")
     for path in (tmp_path, folder):
         assert main(["diagnose", str(path)]) == 2
-        assert "AReaL's rollout files have no log-probs of training" in capsys.readouterr().err
+        assert "AReaL's rollout files have no log-probs" in capsys.readouterr().err
 
 
 def test_of_equal_steps_the_first_value_counts():

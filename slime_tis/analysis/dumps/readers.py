@@ -24,7 +24,7 @@ from slime_tis.analysis.dumps.files import (
     parquet_rows,
     parquet_tables,
 )
-from slime_tis.analysis.dumps.row_formats import SLIME, RowFormat, format_of
+from slime_tis.analysis.dumps.row_formats import AREAL_ROLLOUTS, SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
 from slime_tis.atomic_files import CONFIG, json_lines
 from slime_tis.errors import first_line, quoted_path
@@ -38,6 +38,7 @@ PATTERNS = (
     "token_exports/step_*/rank_*.jsonl",
     "step_*/rank_*.jsonl",
     "train_data_step*.jsonl",
+    "dumped_data/*.jsonl",
     "*.parquet",
     "*.pt",
     "rank_*.jsonl",
@@ -49,9 +50,9 @@ NOT_DUMPS = ("metrics.jsonl", "optimizer.pt", "scheduler.pt")
 PICKLES = (".pkl", ".pickle")
 """Suffixes of files that are refused with an explanation."""
 NO_PICKLES = (
-    "pickles run code and are never loaded. SkyRL's trainer.dump_data_batch writes them; in a"
-    " script of your own, load them and write JSONL with train_log_probs, rollout_log_probs and"
-    " loss_mask (docs/dumps.md)."
+    "pickles run code and are never loaded. Of SkyRL's trainer.dump_data_batch, convert them with"
+    ' the script in docs/dumps.md ("Dumps from SkyRL"); of your own, write JSONL with'
+    " train_log_probs, rollout_log_probs and loss_mask."
 )
 
 
@@ -62,8 +63,8 @@ def read(
 
     Formats: parquet or .pt of this program, a run directory, slime's and miles's
     `--save-debug-train-data`, NeMo-RL's `train_data_step*.jsonl`, prime-rl's `token_exports`,
-    verl's generations with log-probs, and JSONL or parquet with the columns train_log_probs,
-    rollout_log_probs and loss_mask (docs/dumps.md).
+    verl's generations with log-probs, batches of SkyRL and AReaL as JSONL, and JSONL or parquet
+    with the columns train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md).
 
     If a directory has dumps of several runs, only one run is read, with a warning: the run in
     run.json, else the run of the newest file.
@@ -196,14 +197,10 @@ def files_of(path: Path) -> list[Path]:
     if any(file.suffix in PICKLES for file in possible_pickles):
         raise ValueError(f"{quoted_path(path)} has no dumps, but pickles: {NO_PICKLES}")
     if any(path.glob("rollout/*/*.jsonl")):
-        raise ValueError(
-            f"{quoted_path(path)} has no dumps. AReaL's rollout files have no log-probs of"
-            " training; write JSONL with train_log_probs, rollout_log_probs and loss_mask"
-            " (docs/dumps.md)."
-        )
+        raise ValueError(f"{quoted_path(path)} has no dumps. {AREAL_ROLLOUTS}")
     raise ValueError(
         f"{quoted_path(path)} has no dumps of tokens; docs/dumps.md shows how train.py"
-        " (--dump-details), slime, miles, verl, TRL, NeMo-RL and prime-rl write them."
+        " (--dump-details), slime, miles, verl, TRL, NeMo-RL, prime-rl, SkyRL and AReaL write them."
     )
 
 

@@ -88,7 +88,7 @@ class RowFormat:
 
 def _is_single(value: Any) -> bool:
     """Whether a value holds for all tokens of a sample."""
-    return not isinstance(value, list | Tensor)
+    return not isinstance(value, list | Tensor | np.ndarray)
 
 
 def _without_prompt(values: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +143,63 @@ def _prepare_verl(row: dict[str, Any], path: Path) -> None:
             f"is a generation of verl without {' and '.join(missing)}; the patch in docs/dumps.md"
             " adds them, or write JSONL with train_log_probs, rollout_log_probs and loss_mask."
         )
+
+
+def _prepare_skyrl(row: dict[str, Any], path: Path) -> None:
+    """Cuts the padding of SkyRL's batches, and splits the sequence into prompt and response."""
+    if row.get("action_log_probs") is None:
+        raise ValueError(
+            "has no action_log_probs; SkyRL skips this forward pass for losses that do not use it,"
+            " for example policy_loss_type=rollout_is"
+        )
+    if row.get("rollout_logprobs") is None:
+        raise ValueError(
+            "has no rollout_logprobs; SkyRL records them with generator.sampling_params.logprobs=1"
+        )
+    width = len(_numbers(row, "action_log_probs"))
+    mask = _numbers(row, "response_mask", width) > 0
+    sequence = _numbers(row, "sequences")
+    attended = _numbers(row, "attention_mask", len(sequence)) > 0
+    if len(sequence) < width:
+        raise ValueError(f"has {len(sequence)} sequences for {width} entries of response_mask.")
+    for key in ("action_log_probs", "rollout_logprobs", "loss_mask", "advantages"):
+        if row.get(key) is not None:
+            row[key] = _numbers(row, key, width)[mask]
+    # The columns of response_mask are the last ones of the sequence. SkyRL pads on the left; until
+    # 2026 it padded responses on the right. Both leave the response where the mask is 1.
+    start = len(sequence) - width
+    is_response = np.zeros(len(sequence), np.bool_)
+    is_response[start:] = mask
+    row["tokens"] = sequence[is_response]
+    row["prompt"] = sequence[attended & ~is_response]
+    step = re.search(r"global_step_(\d+)", path.name)
+    # SkyRL counts steps from 1, this program the optimizer steps before.
+    row["step"] = int(step[1]) - 1 if step else None
+
+
+def _prepare_areal(row: dict[str, Any], path: Path) -> None:
+    """Cuts the padding on the right, and aligns `prox_logp` with its tokens."""
+    if row.get("prox_logp") is None:
+        raise ValueError(
+            "has no prox_logp; AReaL computes it with actor.use_decoupled_loss=true or"
+            " actor.recompute_logprob=true, but not with a prox_logp_method without forward pass"
+        )
+    if "kl_rewards" in row:
+        raise ValueError(
+            "was written after compute_advantages, which shifts loss_mask and logprobs and may"
+            " replace logprobs by prox_logp; write it before (docs/dumps.md)"
+        )
+    padded_length = len(_numbers(row, "prox_logp"))
+    length = int((_numbers(row, "attention_mask", padded_length) > 0).sum())
+    for key in ("input_ids", "loss_mask", "logprobs", "versions"):
+        if row.get(key) is not None:
+            row[key] = _numbers(row, key, padded_length)[:length]
+    # AReaL's forward pass labels each position with the next token (torch.roll of input_ids by -1
+    # in areal/engine/fsdp_engine.py), while the rollout's log-probs are at their own token.
+    next_token = _numbers(row, "prox_logp")
+    row["prox_logp"] = np.concatenate([[np.nan], next_token[: max(length - 1, 0)]])[:length]
+    version = re.search(r"version_(\d+)", path.name)
+    row["step"] = int(version[1]) if version else None
 
 
 def _prepare_slime(row: dict[str, Any], path: Path) -> None:
@@ -202,6 +259,24 @@ def _columns(project: str) -> dict[str, str]:
 
 
 NEMO_RL_COLUMNS = _columns("nemo_rl")
+SKYRL_COLUMNS = {
+    "train_log_prob": "action_log_probs",
+    "rollout_log_prob": "rollout_logprobs",
+    "loss_mask": "loss_mask",
+    "token": "tokens",
+    "advantage": "advantages",
+    "prompt": "prompt",
+    "step": "step",
+}
+AREAL_COLUMNS = {
+    "train_log_prob": "prox_logp",
+    "rollout_log_prob": "logprobs",
+    "loss_mask": "loss_mask",
+    "token": "input_ids",
+    "weight_version": "versions",
+    "reward": "rewards",
+    "step": "step",
+}
 FORMATS = (
     # NVIDIA-NeMo/RL, nemo_rl/algorithms/grpo.py ("Log training data"), utils/logger.py
     # log_batched_dict_as_jsonl
@@ -238,6 +313,27 @@ FORMATS = (
         metadata={"old_policy": "recomputed"},
         prepare=_prepare_verl,
     ),
+    # NovaSky-AI/SkyRL at a9564572, skyrl/backends/skyrl_train/training_batch.py, TrainingInput, as
+    # skyrl/train/trainer.py, dump_data, pickles it; the script in docs/dumps.md writes the rows.
+    # The layout with right-padded responses: skyrl-train/skyrl_train/dataset/preprocess.py at
+    # 6dc221fc~1, convert_prompts_responses_to_batch_tensors.
+    RowFormat(
+        source="skyrl",
+        identifying_keys=frozenset({"sequences", "response_mask"}),
+        columns=SKYRL_COLUMNS,
+        metadata={"old_policy": "recomputed"},
+        prepare=_prepare_skyrl,
+    ),
+    # inclusionAI/AReaL at 4aef98d8: the batch that areal/workflow/rlvr.py returns, to which
+    # areal/trainer/rl_trainer.py adds prox_logp; the patch in docs/dumps.md writes the rows.
+    RowFormat(
+        source="areal",
+        identifying_keys=frozenset({"input_ids", "attention_mask", "logprobs"}),
+        columns=AREAL_COLUMNS,
+        metadata={"old_policy": "recomputed"},
+        prepare=_prepare_areal,
+        has_prompt=True,
+    ),
 )
 """Formats of rows. The first one whose identifying keys a row has is used."""
 SLIME_COLUMNS = {
@@ -251,6 +347,13 @@ SLIME = RowFormat(
     prepare=_prepare_slime,
 )
 """Samples in `.pt` files of slime, miles and this program."""
+
+
+AREAL_ROLLOUTS = (
+    'AReaL\'s rollout files have no log-probs; the patch in docs/dumps.md ("Dumps from AReaL")'
+    " writes its batches, which have them."
+)
+"""What users of AReaL's rollout.dump_to_file read."""
 
 
 def format_of(row: Row) -> RowFormat:
@@ -268,7 +371,11 @@ def format_of(row: Row) -> RowFormat:
             "--save-debug-rollout-data has no training log-probs; --save-debug-train-data has them."
         )
     elif row.keys() >= {"head_version", "tail_version"}:
-        hint = f"AReaL's rollout files have no log-probs of training; convert its batches: {hint}"
+        # areal-project/AReaL at c569b5f2, areal/infra/workflow_executor.py, _dump_trajectory
+        hint = AREAL_ROLLOUTS
+    elif row.keys() >= {"input_prompt", "output_response"}:
+        # skyrl/train/utils/trainer_utils.py, dump_per_dataset_eval_results
+        hint = "SkyRL's evaluation files have no log-probs; trainer.dump_data_batch writes them."
     raise ValueError(f"has an unknown form, with the keys {quoted(sorted(map(str, row)))}; {hint}")
 
 

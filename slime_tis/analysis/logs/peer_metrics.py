@@ -72,12 +72,12 @@ DUMP_ADVICE = {
     "prime-rl": "give its token_exports directory",
     "slime": "add --save-debug-train-data (slime's and miles's flag)",
     "SkyRL": (
-        "write the batch of trainer.dump_data_batch as JSONL with the columns of docs/dumps.md; its"
-        " pickles are never loaded"
+        "convert the pickles of trainer.dump_data_batch with the script in docs/dumps.md"
+        ' ("Dumps from SkyRL")'
     ),
     "AReaL": (
-        "write one row per sample as JSONL with the columns of docs/dumps.md; its own rollout files"
-        " have no log-probs of training"
+        'write its batches as JSONL with the patch in docs/dumps.md ("Dumps from AReaL"); its own'
+        " rollout files have no log-probs"
     ),
 }
 OTHER_DUMP_ADVICE = (
