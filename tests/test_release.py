@@ -2,14 +2,23 @@
 
 import re
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 
 from slime_tis import __version__
-from tools.release.check import Failed, check_ready_to_publish, version_of
+from tools.release.check import (
+    Failed,
+    Smoke,
+    check_contents,
+    check_ready_to_publish,
+    check_smoke,
+    version_of,
+)
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -117,3 +126,38 @@ UNREADY = {
 def test_what_must_not_be_published_is_refused(changes, tag, message, tmp_path):
     with pytest.raises(Failed, match=message):
         check_ready_to_publish(repository(tmp_path, **changes), tag)
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    path = tmp_path / "a.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("slime_tis/__init__.py", "")
+    return path
+
+
+def test_files_outside_the_package_are_not_expected_in_the_wheel(wheel):
+    check_contents(wheel, [Path("slime_tis/__init__.py"), Path("docs/math.md")])
+
+
+def test_a_wheel_without_a_file_of_the_package_is_refused(wheel):
+    files = [Path("slime_tis/__init__.py"), Path("slime_tis/page.css")]
+    with pytest.raises(Failed, match=r"the wheel lacks \['slime_tis/page.css'\]"):
+        check_contents(wheel, files)
+
+
+SMOKE_FAULTS = {
+    "status": Smoke(("python", "-c", "print(1); exit(1)"), "1"),
+    "output": Smoke(("python", "-c", "print(2)"), "1"),
+}
+
+
+@pytest.mark.parametrize("smoke", SMOKE_FAULTS.values(), ids=SMOKE_FAULTS)
+def test_a_command_with_another_status_or_output_fails(smoke, tmp_path):
+    with pytest.raises(Failed, match="instead of 0, or without '1'"):
+        check_smoke(smoke, Path(sys.executable).parent, tmp_path)
+
+
+def test_a_command_as_expected_passes(tmp_path):
+    smoke = Smoke(("python", "-c", "print(1); exit(2)"), "1", status=2)
+    check_smoke(smoke, Path(sys.executable).parent, tmp_path)
