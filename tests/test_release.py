@@ -18,6 +18,7 @@ from tools.release.check import (
     check_ready_to_publish,
     check_smoke,
     version_of,
+    with_absolute_links,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -111,6 +112,21 @@ def repository(directory, *, owner="somebody", heading="1.2.0 (2027-01-31)"):
 
 def test_a_release_with_its_tag_is_accepted(tmp_path):
     check_ready_to_publish(repository(tmp_path), "v1.2.0")
+
+
+OTHER = SOURCE.replace(SOURCE.split("/")[3], "somebody")
+"""The address of `repository`."""
+LINKS = {
+    "page": ("[a](docs/a.md#b)", f"[a]({OTHER}/blob/v1.2.0/docs/a.md#b)"),
+    "image": ("![a](b.png)", f"![a]({OTHER}/raw/v1.2.0/b.png)"),
+    "address": ("[a](https://arxiv.org/abs/1)", "[a](https://arxiv.org/abs/1)"),
+    "section": ("[a](#limits)", "[a](#limits)"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), LINKS.values(), ids=LINKS)
+def test_links_of_the_page_on_the_index(text, expected, tmp_path):
+    assert with_absolute_links(text, repository(tmp_path)) == expected
 
 
 UNREADY = {

@@ -115,6 +115,18 @@ def version_of(root: Path) -> str:
     return match[1]
 
 
+def with_absolute_links(text: str, root: Path) -> str:
+    """Returns a page whose links lead to this version in the repository.
+
+    The index shows README.md without the files that it links.
+    """
+    urls = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]
+    tag = f"v{version_of(root)}"
+    # An image needs the file itself, not GitHub's page about it.
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{urls['Source']}/raw/{tag}/", text)
+    return re.sub(r"(\]\()(?!https?:|#)", rf"\1{urls['Source']}/blob/{tag}/", text)
+
+
 def check_ready_to_publish(root: Path, tag: str) -> None:
     """Refuses a release with the placeholder, an unreleased changelog or another tag."""
     urls = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]
@@ -139,6 +151,8 @@ def build(files: Sequence[Path], directory: Path) -> Path:
     source = directory / "source"
     packages = directory / "dist"
     copy_files(files, ROOT, source)
+    readme = source / "README.md"
+    readme.write_text(with_absolute_links(readme.read_text(), ROOT))
     run_or_fail([sys.executable, "-m", "build", "--outdir", packages, source], directory)
     built = sorted(packages.iterdir())
     run_or_fail([sys.executable, "-m", "twine", "check", "--strict", *built], directory)
