@@ -461,3 +461,30 @@ def test_reinforce_plus_plus_trains_on_one_sample_per_prompt(run):
     flags = ["--advantage-estimator", "reinforce_plus_plus", "--n-samples-per-prompt", "1"]
     (row,) = run(*flags, "--num-rollout", "1")
     assert row["train/grad_norm"] > 0
+
+
+@pytest.fixture(scope="module")
+def moving_reference(task, tmp_path_factory):
+    """Flags, a run of four rollouts, and the same run resumed after three.
+
+    Both replace the reference after the second rollout.
+    """
+    directory = tmp_path_factory.mktemp("reference")
+    flags = [*task, "--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-update-interval", "2"]
+    whole = run_here([*flags, "--num-rollout", "4"], directory / "whole")
+    saved = [*flags, "--save", str(directory / "save")]
+    run_here([*saved, "--num-rollout", "3"], directory / "first")
+    resumed = [*saved, "--load", str(directory / "save"), "--num-rollout", "4"]
+    return whole, run_here(resumed, directory / "second")
+
+
+def test_the_policy_is_the_reference_after_an_update(moving_reference):
+    whole, _ = moving_reference
+    distances = [abs(row["train/kl_loss"]) for row in whole]
+    assert max(distances[0], distances[2]) < 1e-6
+    assert min(distances[1], distances[3]) > 1e-4
+
+
+def test_a_resumed_run_has_the_updated_reference(moving_reference):
+    whole, resumed = moving_reference
+    assert training_metrics(resumed[-1]) == training_metrics(whole[-1])

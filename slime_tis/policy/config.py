@@ -85,6 +85,10 @@ class PolicyConfig:
     """KL estimator, nats per token; low_var_kl is k3 clamped to ±10."""
     use_unbiased_kl: bool = loss_option(False, needs=("--use-kl-loss",))
     """Multiply the KL estimate by the ratio π_θ/π_old (DeepSeek-V3.2)."""
+    ref_update_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loss_option(
+        None, needs=("--use-kl-loss", "--kl-coef")
+    )
+    """Rollouts after which the policy becomes the reference policy; unset: the reference stays."""
     rollout_pull_coef: Annotated[
         float, Limits(ge=0, le=1_000, hint="0.1 is the value of the comparison study")
     ] = loss_option(0.0)

@@ -170,6 +170,15 @@ class Learner:
             self.after_step()
         return rows
 
+    def update_reference(self, rollout_id: int) -> None:
+        """Makes the policy the reference policy, if that is due after `rollout_id` rollouts.
+
+        Source: slime, backends/megatron_utils/actor.py, --ref-update-interval.
+        """
+        interval = self.policy.ref_update_interval
+        if interval is not None and rollout_id % interval == 0:
+            self.engine.update_reference()
+
     def _accepted_rollouts(
         self, rollouts: Sequence[Sequence[Sample]], steps: Sequence[Step]
     ) -> list[bool] | None:

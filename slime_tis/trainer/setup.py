@@ -321,6 +321,7 @@ def build_learner(process: Process, functions: UserFunctions, data: Data) -> Lea
         temperature=rollout.rollout_temperature,
         total_steps=data.num_rollout * steps,
         keep_reference=arguments.policy.needs_reference,
+        saves_reference=arguments.policy.ref_update_interval is not None,
         entropy_gradient=arguments.policy.entropy_coef != 0,
         gives_logits=functions.objective.loss is not None,
         timer=process.timer,

@@ -50,6 +50,7 @@ def train(run: Run) -> None:
             run.unreported = learn(run, rollout)
         check_mismatch(run)
         run.rollout_id += 1
+        run.learner.update_reference(run.rollout_id)
         run.checkpointer.position = position(run)
         if run.rollout_id % run.process.arguments.rollout.update_weights_interval == 0:
             rollout.metrics |= run.weights.send()

@@ -193,7 +193,6 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
     "--use-stateless-adam --reset-optimizer-states --muon-*": (
         "the optimizer is Adam, whose state lasts for the run; remove it, or use slime"
     ),
-    "--ref-update-interval": "the reference policy stays as it is; remove it, or use slime",
     "--disable-compute-advantages-and-returns": (
         "advantages are always computed; use --custom-loss-function-path with your function, or"
         " slime for supervised fine-tuning"

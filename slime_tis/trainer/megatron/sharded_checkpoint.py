@@ -19,6 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
@@ -30,6 +36,7 @@ from slime_tis.trainer.megatron.checkpoint_reader import (
     SafeShardedStrategy,
     check_extra_state,
 )
+from slime_tis.trainer.megatron.hf_weights import copied_weights, replaced_weights
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.rank_collectives import on_every_rank
 from slime_tis.trainer.storage import checkpoint_files as files
@@ -163,6 +170,9 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
             )
             check_extra_state(state["model"], checkpoint)
             engine.model.module.load_state_dict(state["model"])
+            if engine.saves_reference:
+                check_extra_state(state["reference"], checkpoint)
+                _load_reference(state["reference"], engine)
             optimizer = state["optimizer"]
             # megatron-core does not save the common step count, but expects it
             adam = optimizer.get("optimizer", optimizer)
@@ -182,6 +192,14 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         raise CheckpointError(
             f"could not load checkpoint {checkpoint}: {_reason(cause)}; {advice}"
         ) from error
+
+
+def _load_reference(state: dict[str, Any], engine: TrainingEngine) -> None:
+    """Restores the reference policy; the module is only the way, and keeps the policy."""
+    module = engine.model.module
+    with replaced_weights(module, copied_weights(module)):
+        module.load_state_dict(state)
+        engine.update_reference()
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +290,10 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
     if engine.config.use_distributed_optimizer:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     _make_adam_state(engine.optimizer)
-    return {
+    reference = {}
+    if engine.saves_reference:
+        reference["reference"] = _sharded_reference(engine)
+    return reference | {
         "model": model,
         "optimizer": engine.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=metadata
@@ -280,6 +301,24 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
         "scheduler": engine.scheduler.state_dict(),
         "random_state": torch.get_rng_state(),
     }
+
+
+def _sharded_reference(engine: TrainingEngine) -> dict[str, Any]:
+    """Returns the reference policy's state under other names, as copies on the CPU."""
+
+    def as_reference(value: Any) -> Any:
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            value.data = value.data.detach().to("cpu", copy=True)
+        if isinstance(value, ShardedBase):
+            value.key = f"reference.{value.key}"
+        return value
+
+    assert engine.reference is not None  # kept for a KL, without which the interval is refused
+    # The module holds the reference only inside the block.
+    with replaced_weights(engine.model.module, engine.reference):
+        state: dict[str, Any] = engine.model.module.sharded_state_dict()
+        dict_list_map_inplace(as_reference, state)
+    return state
 
 
 def _save_sharded(state: dict[str, Any], directory: Path) -> None:

@@ -113,6 +113,7 @@ class TrainingEngine:
         temperature: float,
         total_steps: int,
         keep_reference: bool = False,
+        saves_reference: bool = False,
         entropy_gradient: bool = False,
         gives_logits: bool = False,
         timer: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
@@ -123,6 +124,8 @@ class TrainingEngine:
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.gives_logits = gives_logits
+        self.saves_reference = saves_reference
+        """Whether a checkpoint has the reference policy, because it changes during the run."""
         self.timer = timer
         self.check_interrupts = check_interrupts
         self.model = build_model(config.hf_checkpoint, config, parallel)
@@ -221,6 +224,10 @@ class TrainingEngine:
             )
         with replaced_weights(self.model.module, self.reference):
             return self.log_probs(batch.with_routing(None, None), partition)
+
+    def update_reference(self) -> None:
+        """Makes the policy the reference policy."""
+        self.reference = copied_weights(self.model.module)
 
     def train_step(
         self,
