@@ -488,3 +488,14 @@ def test_the_policy_is_the_reference_after_an_update(moving_reference):
 def test_a_resumed_run_has_the_updated_reference(moving_reference):
     whole, resumed = moving_reference
     assert training_metrics(resumed[-1]) == training_metrics(whole[-1])
+
+
+def test_a_response_ends_with_its_first_stop_text(task, tmp_path):
+    data = tmp_path / "{rollout_id}.jsonl"
+    flags = ["--rollout-stop", "5", "31", "--rollout-max-response-len", "40", "--num-rollout", "1"]
+    run_here([*task, *flags, "--save-debug-rollout-data", str(data)], tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    responses = [row["response"] for row in rows]
+    assert sum(response.endswith(("5", "31")) for response in responses) > 4
+    for response in responses:
+        assert "5" not in response[:-1] and "31" not in response[:-1]

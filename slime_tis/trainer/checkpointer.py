@@ -53,6 +53,7 @@ SAMPLING_OPTIONS = (
     "rollout_temperature",
     "rollout_top_p",
     "rollout_top_k",
+    "rollout_stop",
     "rollout_stop_token_ids",
     "rollout_seed",
     "rollout_engine",

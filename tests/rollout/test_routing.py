@@ -44,7 +44,7 @@ def make_mixture(directory: Path, name: str) -> Path:
     return make_checkpoint(directory / name, family, **SIZES[name])
 
 
-def generate(path: Path, **options: bool) -> list[Sample]:
+def generate(path: Path, **options: Any) -> list[Sample]:
     """Nine samples of different lengths."""
     stop_token_ids = tuple(range(3, 12))
     sampling = Sampling(max_response_len=12, n_samples=3, stop_token_ids=stop_token_ids, **options)

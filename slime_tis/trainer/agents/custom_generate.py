@@ -380,7 +380,7 @@ def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_new_tokens": sampling.max_response_len,
-        "stop": None,
+        "stop": list(sampling.stop) or None,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "skip_special_tokens": False,
         "no_stop_trim": True,

@@ -189,6 +189,8 @@ class RolloutConfig:
     """Shuffle the prompts every epoch."""
     rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = sampling_option(42)
     """Seed of sampling and shuffling; servers need --enable-deterministic-inference."""
+    rollout_stop: tuple[str, ...] | None = sampling_option(None, metavar="TEXT")
+    """Texts that end a response, which keeps them; also in evaluation."""
     rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = (
         sampling_option(None, metavar="ID")
     )
@@ -258,6 +260,8 @@ class RolloutConfig:
             )
         if self.prompt_data is None and self.needs_prompt_data:
             raise ValueError("--prompt-data is unset but required; add --prompt-data FILE.")
+        if self.rollout_stop is not None and "" in self.rollout_stop:
+            raise ValueError("--rollout-stop has an empty text; give one character or more.")
         _ = self.chat_template_options
         _check_evaluation(self)
         _check_partial_rollout(self)

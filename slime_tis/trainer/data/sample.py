@@ -558,6 +558,8 @@ class Sampling:
     n_samples: int = 1
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response besides the model's end-of-sequence tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, which includes them."""
     return_routed_experts: bool = False
     return_routing_weights: bool = False
     return_sampling_mask: bool = False

@@ -48,6 +48,7 @@ def training_sampling(config: RolloutConfig) -> Sampling:
         max_response_len=config.rollout_max_response_len,
         max_context_len=config.rollout_max_context_len,
         stop_token_ids=config.rollout_stop_token_ids or (),
+        stop=config.rollout_stop or (),
         n_samples=config.n_samples_per_prompt,
         return_sampling_mask=config.truncates_sampling,
         return_routed_experts=config.records_routed_experts,
@@ -64,5 +65,6 @@ def evaluation_sampling(config: RolloutConfig) -> Sampling:
         top_p=config.eval_top_p,
         max_response_len=config.eval_max_response_len or config.rollout_max_response_len,
         stop_token_ids=config.rollout_stop_token_ids or (),
+        stop=config.rollout_stop or (),
         max_context_len=config.rollout_max_context_len,
     )

@@ -159,7 +159,7 @@ def request_options(params: RequestParams, sampling: Sampling) -> RequestOptions
                 f"sampling_params has {name} {values[name]:g}, but the run samples with"
                 f" {default:g}, and training computes that distribution; remove the parameter."
             )
-    stop = values.pop("stop", [])
+    stop = values.pop("stop", sampling.stop)
     if isinstance(stop, str):
         stop = [stop]
     distinct_stops = tuple(dict.fromkeys(stop))

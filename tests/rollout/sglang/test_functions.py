@@ -245,6 +245,20 @@ def test_a_stop_string_may_span_two_requests(start):
     assert run.requests[-1]["sampling_params"]["stop"] == [stop]
 
 
+def test_a_stop_text_of_the_run_may_span_two_requests(start):
+    run = start(1, sglang_request_timeout=0.1)
+    expected = continuation(list(LATE[0].token_ids), 60)
+    stop = text_of(expected[4:7])
+    end = text_of(expected).index(stop) + 3
+    run.servers[0].stop_after = 5  # then the request takes too long
+    when(lambda: run.servers[0].aborted, run.release)
+    sampling = Sampling(max_response_len=60, stop=(stop,))
+    ((sample,),) = run.engine.submit(LATE[:1], sampling).result()
+    assert sample.response_ids == expected[:end]
+    assert sample.status is Sample.Status.COMPLETED
+    assert run.requests[-1]["sampling_params"]["stop"] == [stop]
+
+
 def answers_to(
     run: Run, inputs: Sequence[Sequence[int]], params: dict[str, Any] | None, sampling: Sampling
 ) -> list[Generation]:

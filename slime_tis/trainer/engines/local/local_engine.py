@@ -358,7 +358,7 @@ class LocalEngine:
         self, groups: Sequence[Sequence[FunctionCall]], sampling: Sampling
     ) -> list[list[Generation]]:
         """Samples the responses of each group."""
-        options = RequestOptions(sampling=sampling, no_stop_trim=True)
+        options = RequestOptions(sampling=sampling, stop=sampling.stop, no_stop_trim=True)
         requests = []
         for index, group in enumerate(groups):
             first = group[0]

@@ -252,7 +252,8 @@ class RolloutTask:
         """Samples the response of a sample without a function."""
         assert sample.index is not None
         response = self.responses[sample.index]
-        options = RequestOptions(sampling=self.batch.sampling, no_stop_trim=True)
+        sampling = self.batch.sampling
+        options = RequestOptions(sampling=sampling, stop=sampling.stop, no_stop_trim=True)
         await self.finish(response, options)
         return [sample_of(sample.row, response.generation(self.tokenizer, options))]
 
@@ -275,11 +276,6 @@ class RolloutTask:
         except Exception as error:  # functions may catch and ignore it
             self.batch.fail(error)
             raise
-        # A server searches stop strings only in the tokens of one request.
-        if options.stop and response.num_requests > 1:
-            end = StopStrings(self.tokenizer, options.stop).first(response.answer.token_ids)
-            if end is not None:
-                response.stop_after(end)
         return response.generation(self.tokenizer, options)
 
     async def finish(self, response: PendingSample, options: RequestOptions) -> None:
@@ -294,6 +290,11 @@ class RolloutTask:
         finally:
             await cancel_and_wait([task])
             del self._responses[task]
+        # A server searches stop strings only in the tokens of one request.
+        if options.stop and response.num_requests > 1:
+            end = StopStrings(self.tokenizer, options.stop).first(response.answer.token_ids)
+            if end is not None:
+                response.stop_after(end)
 
     async def stop(self) -> None:
         """Aborts all requests in flight, which return partial responses, and sends no more."""
