@@ -14,10 +14,19 @@ import yaml
 
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
+from slime_tis.options.fields import flag
+from slime_tis.options.flags import Flag
 from slime_tis.policy.step_sums import STALENESS, TURN, metrics_by, sums_by
-from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED, VALUES
+from slime_tis.trainer.cli.slime_flags import (
+    ADVICE,
+    FIXED,
+    RENAMED,
+    RESTATED,
+    VALUES,
+    refusal,
+)
 from slime_tis.trainer.cli.train_arguments import configure
-from slime_tis.trainer.cli.train_options import ALIASES, OPTIONS
+from slime_tis.trainer.cli.train_options import ALIASES, FLAGS, OPTIONS
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
 from tests.checkpoints import make_checkpoint, make_task
@@ -63,6 +72,38 @@ def test_flags_page_is_what_its_writer_writes(flags_writer):
 def test_options_schema_is_what_its_writer_writes(flags_writer):
     written = (DOCS / "options.schema.json").read_text()
     assert written == flags_writer.render_schema(), "run `make docs`"
+
+
+def slime_flags_writer():
+    """docs/write_slime_flags.py as a module."""
+    spec = importlib.util.spec_from_file_location("slime_flags", DOCS / "write_slime_flags.py")
+    writer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    return writer
+
+
+def test_page_of_slimes_flags_is_what_its_writer_writes():
+    assert (DOCS / "slime_flags.md").read_text() == slime_flags_writer().render(), "run `make docs`"
+
+
+def test_every_flag_of_slimes_parser_has_one_row():
+    words = slime_flags_writer().PARSER.split()
+    assert len(words) == len(set(words)) == 223
+
+
+def test_flags_of_slime_are_refused_as_their_page_says():
+    writer = slime_flags_writer()
+    known = [flag(name) for name in (*OPTIONS, *ALIASES)]
+    for word in writer.PARSER.split():
+        name = f"--{word}"
+        status, _ = writer.judged(name)
+        unknown = [Flag(name, FIXED.get(name, ("1",))[:1])]
+        if status == "supported":
+            assert name in FLAGS
+        elif status == "accepted":
+            assert refusal(unknown, known) == ""
+        else:
+            assert refusal(unknown, known).startswith(name)
 
 
 def quick_start(first_words: str) -> str:
@@ -452,9 +493,13 @@ OTHER_PROGRAMS = """
 `slime-tis …`."""
 
 
+WRITTEN = ("flags.md", "slime_flags.md")
+"""Pages that are written from the flags themselves."""
+
+
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and page.name != "flags.md"],
+    [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and page.name not in WRITTEN],
     ids=lambda page: page.name,
 )
 def test_every_flag_exists(page):

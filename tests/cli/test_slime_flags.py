@@ -13,7 +13,6 @@ from slime_tis.trainer.cli.slime_flags import (
     OTHER_EXPERIMENTS,
     RENAMED,
     RESTATED,
-    SLIME_ONLY,
     VALUES,
     advice_for,
     refusal,
@@ -193,7 +192,6 @@ IN_TABLES = [
     *RESTATED,
     *FIXED,
     *RENAMED,
-    *SLIME_ONLY,
     *(name for name in ADVISED if not name.endswith("*")),
 ]
 
@@ -262,7 +260,7 @@ def test_estimators_of_slime_are_refused_with_advice(base, tmp_path, name, advic
 
 # (flag of slime, part of the message)
 WITHOUT_COUNTERPART = {
-    "--use-rollout-entropy": "it is slime's, and this program has no counterpart",
+    "--use-rollout-entropy": "entropies are of the training forward",
     "--ci-test": "write --ci-train-rollout-logprob-abs-diff-threshold 0.1",
     "--value-clip 0.2": "there is no critic",
     "--custom-megatron-before-train-step-hook-path a.b": (

@@ -297,48 +297,57 @@ ADVICE: Mapping[str, str] = {
         "a checkpoint has weights, optimizer and data; to start from weights only, use"
         " --hf-checkpoint"
     ),
+    "--eval-max-context-len --eval-max-prompt-len": (
+        "held-out prompts have the limits of training; use --rollout-max-context-len and"
+        " --rollout-max-prompt-len"
+    ),
+    "--eval-min-new-tokens": (
+        "a minimum length forbids the end of sequence, which would be another policy; remove it"
+    ),
+    (
+        "--fetch-trajectory-retry-times --load-forge-rollout-data --min-batch-collection-ratio "
+        "--rollout-buffer-url --rollout-task-type"
+    ): "it belongs to a rollout function of slime; read it in yours from --custom-config-path",
+    "--http-proxy --use-distributed-post": (
+        "rank 0 sends all requests; set http_proxy in the environment for a proxy"
+    ),
+    "--keep-old-actor": (
+        "no second copy of the policy is kept: log-probs of the old policy are computed before the"
+        " first step; for older weights use --old-logprobs interpolate"
+    ),
+    "--load-debug-rollout-data-subsample": (
+        "a file holds complete rollouts; write a smaller one with a lower --rollout-batch-size"
+    ),
+    "--log-correct-samples --log-reward-category": (
+        "each number of a reward dict is reported as rollout/reward/KEY; report others with"
+        " --custom-rollout-log-function-path"
+    ),
+    "--log-multi-turn": (
+        "turns and lengths of agents are always reported, as rollout/turns and"
+        " rollout/observation_len; remove it"
+    ),
+    "--megatron-deepgemm-*": "kernels of DeepGEMM are for FP8 training; remove it, or use slime",
+    "--memory-recorder --memory-snapshot-* --record-memory-history": (
+        "slime-tis plan estimates the memory; record it with torch.cuda.memory in a user function"
+    ),
+    "--rollout-data-transport": (
+        "there is no Ray object store: rank 0 sends samples to the other ranks; remove it"
+    ),
+    "--use-rollout-entropy": (
+        "entropies are of the training forward, as train/entropy_loss and in --dump-details; remove"
+        " it"
+    ),
+    "--wandb-always-use-train-step": (
+        "all metrics are logged by optimizer step already; remove it"
+    ),
 }
 """Advice on flags without a counterpart. Blanks separate the flags; a name that ends in * is a
 prefix."""
 
-SLIME_ONLY = (
-    "--eval-max-context-len",
-    "--eval-max-prompt-len",
-    "--eval-min-new-tokens",
-    "--fetch-trajectory-retry-times",
-    "--http-proxy",
-    "--keep-old-actor",
-    "--load-debug-rollout-data-subsample",
-    "--load-forge-rollout-data",
-    "--log-correct-samples",
-    "--log-multi-turn",
-    "--log-reward-category",
-    "--megatron-deepgemm-forward-layers",
-    "--megatron-deepgemm-forward-modules",
-    "--megatron-deepgemm-moe-forward-layers",
-    "--megatron-deepgemm-moe-forward-modules",
-    "--memory-recorder",
-    "--memory-snapshot-dir",
-    "--memory-snapshot-num-steps",
-    "--min-batch-collection-ratio",
-    "--record-memory-history",
-    "--rollout-buffer-url",
-    "--rollout-data-transport",
-    "--rollout-task-type",
-    "--use-distributed-post",
-    "--use-rollout-entropy",
-    "--wandb-always-use-train-step",
-)
-"""The other flags of slime 624b824a (slime/utils/arguments.py), which have no counterpart and need
-no advice."""
-
 
 def advice_for(flag: str) -> str | None:
     """Returns the advice on a flag of slime or Megatron that this program lacks, or None."""
-    advice = experiment_of(flag) or _match(flag, ADVICE)
-    if advice is None and flag in SLIME_ONLY:
-        return "it is slime's, and this program has no counterpart; remove it, or use slime"
-    return advice
+    return experiment_of(flag) or _match(flag, ADVICE)
 
 
 def experiment_of(flag: str) -> str | None:
