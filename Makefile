@@ -22,8 +22,9 @@ GPU_PYTHON ?= 3.12
 # transformer-engine is compiled against a CUDA build of torch; every other pin of torch is in constraints.txt
 TE_TORCH := 2.14.1
 GPU_FLAGS ?=
+MERMAID := mermaid@11.9.0
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env test-sglang site test-site check format docs clean
 
 help:
 	@echo "Start here:"
@@ -229,6 +230,20 @@ docs: install  ## Write the generated parts of docs/: flags, packages, plots and
 	$(BIN)/python -m studies.comparison.compare
 	$(BIN)/python -m studies.real_model.mismatch --draw
 	$(BIN)/python -m studies.gradient_bias.gradient --draw
+
+# The site needs no torch: its API reference is read from the sources. npm brings mermaid for the diagrams, which the theme
+# would load from a content delivery network.
+.venv-site/.installed: tools/site/requirements.txt constraints.txt
+	test -x .venv-site/bin/python || $(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement tools/site/requirements.txt
+	cd .venv-site && npm pack --silent $(MERMAID) && tar -xzf mermaid-*.tgz --strip-components=2 package/dist/mermaid.min.js && rm mermaid-*.tgz
+	touch $@
+
+site: .venv-site/.installed  ## Build the documentation site in build/site
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/python -m mkdocs build --strict
+
+test-site: .venv-site/.installed  ## Build the site with strict links, and open it in a headless browser
+	PYTHONPATH=. .venv-site/bin/python -m pytest --noconftest tests/site -rs
 
 clean:  ## Remove caches and builds; data, runs and the virtual environment stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
