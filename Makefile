@@ -24,7 +24,7 @@ TE_TORCH := 2.14.1
 GPU_FLAGS ?=
 MERMAID := mermaid@11.9.0
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env test-sglang site test-site check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env test-sglang site test-site test-notebooks check format docs clean
 
 help:
 	@echo "Start here:"
@@ -230,6 +230,10 @@ docs: install  ## Write the generated parts of docs/: flags, packages, plots and
 	$(BIN)/python -m studies.comparison.compare
 	$(BIN)/python -m studies.real_model.mismatch --draw
 	$(BIN)/python -m studies.gradient_bias.gradient --draw
+
+test-notebooks: install .venv-adapters/.installed  ## Execute the notebooks; TRL's in the adapters' environment
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/notebooks --deselect tests/notebooks/test_trl_notebook.py
+	OMP_NUM_THREADS=1 .venv-adapters/bin/python -m pytest tests/notebooks/test_trl_notebook.py
 
 # The site needs no torch: its API reference is read from the sources. npm brings mermaid for the diagrams, which the theme
 # would load from a content delivery network.

@@ -41,7 +41,10 @@ def executed(path: Path, replaced: dict[str, str] | None = None) -> Any:
 
 def clean(notebook: Any) -> None:
     """Removes what differs between runs of the same results: times, progress bars, warnings."""
-    notebook.metadata = {"kernelspec": notebook.metadata.kernelspec, "language_info": {"name": "python"}}
+    notebook.metadata = {
+        "kernelspec": notebook.metadata.kernelspec,
+        "language_info": {"name": "python"},
+    }
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type != "code":

@@ -390,17 +390,6 @@ def test_the_example_runs(example, tmp_path, capsys):
     assert len(read(str(tmp_path / "run" / "dump"))) == 128
 
 
-def test_the_notebook_runs(example, tmp_path, monkeypatch):
-    notebook = json.loads((ROOT / "examples" / "trl" / "sort_digits.ipynb").read_text())
-    monkeypatch.chdir(tmp_path)
-    values = {"DATA": str(example), "STEPS": 1}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            lines = [line for line in cell["source"] if not line.startswith(("DATA =", "STEPS ="))]
-            exec("".join(lines), values)
-    assert (tmp_path / "runs" / "trl_notebook" / "report.html").exists()
-
-
 def test_two_processes_equal_one(tmp_path):
     """The second-moment bound and the batch's mean weight depend on the tokens of both
     processes."""

@@ -73,17 +73,18 @@ def test_a_notebook_keeps_text_code_output_picture(tmp_path):
     ]
     path = tmp_path / "one.ipynb"
     path.write_text(json.dumps({"cells": cells}))
-    assert notebook_text(path).split() == [
-        *"# Title `````python print(0.25) ````` `````text 0.25 `````".split(),
-        *"![output of the cell](data:image/png;base64,QUJD)".split(),
-    ]
+    lines = [line for line in notebook_text(path).splitlines() if line]
+    code = ["`````python", "print(0.25)", "`````"]
+    printed = ["`````text", "0.25", "`````"]
+    picture = "![output of the cell](data:image/png;base64,QUJD)"
+    assert lines == ["# Title", *code, *printed, picture]
 
 
 def test_llms_txt_lists_sections_titles_first_sentences():
     navigation = [{"Start": ["index.md", {"Logs": "logs.md"}]}, {"Method": [{"M": ["math.md"]}]}]
     texts = {
         "index.md": "# Home\n\nRun `pip install .` first. More.\n",
-        "logs.md": "<!-- a note -->\n# My `logs`\n\n```\nls\n```\n\n**See** [this](x.md): it works.\n",
+        "logs.md": "<!-- a note -->\n# My `logs`\n\n```\nls\n```\n\n**See** [this](x.md): so.\n",
         "math.md": "# Formulas\n\n| a | b |\n|---|---|\n",
     }
     assert llms_text(navigation, texts).splitlines()[3:] == [
@@ -91,7 +92,7 @@ def test_llms_txt_lists_sections_titles_first_sentences():
         "## Start",
         "",
         "- [Home](index.md): Run pip install . first.",
-        "- [My logs](logs.md): See this: it works.",
+        "- [My logs](logs.md): See this: so.",
         "",
         "## Method",
         "",

@@ -180,7 +180,14 @@ def _is_foreign(url: str) -> bool:
     return not url.startswith(("http://127.0.0.1", "data:", "blob:"))
 
 
-SHOWN = ["index", "start/slime", "gallery", "reference/library", "papers", "examples/notebooks/library"]
+SHOWN = [
+    "index",
+    "start/slime",
+    "gallery",
+    "reference/library",
+    "papers",
+    "examples/notebooks/library",
+]
 
 
 @needs_browser
