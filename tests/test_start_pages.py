@@ -11,6 +11,7 @@ import yaml
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.main import main
 from tests.runs import ROOT
+from tools.site.repository_pages import document_texts
 
 START = ROOT / "docs" / "start"
 PAGES = ["slime", "verl", "trl", "own_loop", "logs"]
@@ -91,6 +92,13 @@ def test_the_example_file_is_what_the_page_says():
     ages = {sample["step"] - sample["weight_versions"][0] for sample in samples}
     assert ages == {0, 1, 2}
     assert path.stat().st_size < 200_000
+
+
+def test_every_page_is_in_the_navigation():
+    """`make site` refuses a page that mkdocs.yml does not name."""
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1])
+    named = re.findall(r"[\w/]+\.md", str(navigation))
+    assert sorted(named) == sorted(document_texts())
 
 
 def test_the_readme_is_short():

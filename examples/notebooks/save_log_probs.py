@@ -27,20 +27,19 @@ TOKEN_COLUMNS = {
     "weight_versions": "weight_version",
 }
 """Key of a line, and column of the dump."""
+SAMPLE_COLUMNS = ("step", "group", "reward")
+"""Columns with one value per sample."""
 
 
 def rows(table: TokenTable, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yields the samples of some steps."""
     for sample in range(len(table)):
-        step = int(table.step[sample])
-        if step not in steps:
+        row = {}
+        for column in SAMPLE_COLUMNS:
+            row[column] = getattr(table, column)[sample].item()
+        if row["step"] not in steps:
             continue
         tokens = slice(table.offsets[sample], table.offsets[sample + 1])
-        row: dict[str, Any] = {
-            "step": step,
-            "group": int(table.group[sample]),
-            "reward": float(table.reward[sample]),
-        }
         for key, column in TOKEN_COLUMNS.items():
             values = getattr(table, column)[tokens].tolist()
             if isinstance(values[0], float):

@@ -39,6 +39,11 @@ def test_links_lead_to_the_place_on_the_site(name):
     assert with_site_links(f"[text]({link})", ROOT / page) == f"[text]({expected})"
 
 
+def test_an_embedded_picture_is_no_link():
+    text = f"![picture](data:image/png;base64,{'A' * 5000})"
+    assert with_site_links(text, ROOT / "examples/notebooks/library.ipynb") == text
+
+
 def test_indexing_in_code_is_no_link():
     text = "```python\nweights[row](column)\n```"
     assert with_site_links(text, ROOT / "docs/math.md") == text

@@ -21,7 +21,7 @@ ROOT_PAGES = {
 """Pages in the root of the repository, by their path on the site."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
 """Source files that the site shows as pages of code if a page links them, with the language."""
-LINK = re.compile(r"(\]\()((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]*)?(\))")
+LINK = re.compile(r"(\]\()((?!https?:|mailto:|data:|#)[^)\s#]+)(#[^)\s]*)?(\))")
 FENCE = "`````"
 """Delimits shown code. Docstrings and outputs may contain fences of three backticks."""
 
