@@ -489,8 +489,8 @@ OTHER_PROGRAMS = """
 --other-checkpoint --fail-on --demo --only --sample --world-size --gpu-memory --bandwidth
 --master-port --master-addr --node-rank --version --async_generate
 """
-"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, ms-swift, pytest, examples/, benchmarks/, tools/, other
-`slime-tis …`."""
+"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, ms-swift, pytest, examples/, benchmarks/,
+tools/, other `slime-tis …`."""
 
 
 WRITTEN = ("flags.md", "slime_flags.md")
