@@ -94,7 +94,19 @@ def test_only_publishing_jobs_have_more_than_reading_rights():
         for name, job in yaml.safe_load(path.read_text())["jobs"].items():
             if job["permissions"] != {"contents": "read"}:
                 rights[f"{path.stem}.{name}"] = job["permissions"]
-    assert rights == {"release.publish": {"id-token": "write"}}
+    assert rights == {
+        "documentation.publish": {"pages": "write", "id-token": "write"},
+        "release.publish": {"id-token": "write"},
+    }
+
+
+def test_workflows_call_existing_make_targets():
+    targets = re.findall(r"^([.\w/-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    called = []
+    for path in WORKFLOWS:
+        called += re.findall(r"^\s*(?:- run: )?make ([.\w/-]+)$", path.read_text(), re.MULTILINE)
+    assert sorted(called) == [".venv-release/.installed", "site"]
+    assert [name for name in called if name not in targets] == []
 
 
 def repository(directory, *, owner="somebody", heading="1.2.0 (2027-01-31)"):

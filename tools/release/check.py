@@ -2,7 +2,7 @@
 
 1. sdist and wheel from the tracked files, checked by twine and check-wheel-contents
 2. the wheel in an empty environment: every command with --help, --version, and a library call
-3. the wheel with the extras `analysis` and `train`: one cheap use of each
+3. the wheel with the extras `analysis` and `train`: a cheap command for every extra
 
 Other extras have one package each, which tests install elsewhere or nothing here can run. With
 --publish, the placeholder of the repository's address and an unreleased changelog are refused, too.
@@ -48,7 +48,7 @@ DUMP = '{"train_log_probs": [-1.0], "rollout_log_probs": [-1.1], "loss_mask": [1
 
 @dataclass(frozen=True)
 class Smoke:
-    """A command in an environment, with what it must print."""
+    """A command in an environment, with its status and output."""
 
     argv: tuple[str, ...]
     output: str
@@ -99,7 +99,7 @@ def tracked_files(root: Path) -> list[Path]:
 
 
 def copy_files(files: Sequence[Path], root: Path, directory: Path) -> None:
-    """Copies the tracked files: setuptools also packs what an earlier build left behind."""
+    """Copies the tracked files: setuptools also packs the files of an earlier build."""
     for file in files:
         target = directory / file
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def install(bin_directory: Path, *requirements: str) -> None:
 def make_environment(directory: Path) -> Path:
     """Makes an environment with torch; returns its folder of programs.
 
-    torch first and alone: a looser request for it by another package would fetch another build.
+    torch comes first: a looser request for it by another package would fetch another build.
     """
     run_or_fail([sys.executable, "-m", "venv", directory], directory.parent)
     bin_directory = directory / "bin"
