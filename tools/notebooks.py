@@ -49,9 +49,17 @@ def clean(notebook: Any) -> None:
         cell.metadata = {}
         if cell.cell_type != "code":
             continue
-        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+        cell.outputs = [output for output in cell.outputs if not _is_transient(output)]
         for output in cell.outputs:
-            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+            # beside a picture or a frame it only has the object's address in memory
+            if len(output.get("data", {})) > 1:
+                output.data.pop("text/plain", None)
+
+
+def _is_transient(output: Any) -> bool:
+    """Whether an output is a warning or a progress bar."""
+    html = output.get("data", {}).get("text/html", "")
+    return output.get("name") == "stderr" or "<progress" in html
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The notebooks that need no adapter: executed as a user runs them, and their committed outputs."""
 
 import json
+import os
 import re
 import shutil
 
@@ -28,7 +29,7 @@ def printed(notebook) -> str:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A copy of the notebooks' folder, in which they write."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     copy = tmp_path / "notebooks"
     shutil.copytree(FOLDER, copy, ignore=shutil.ignore_patterns("demo", "data", "runs"))
     return copy

@@ -1,5 +1,6 @@
 """TRL's notebook, in the environment of the adapters."""
 
+import os
 import shutil
 
 from tests.runs import ROOT
@@ -7,7 +8,7 @@ from tools.notebooks import executed
 
 
 def test_trls_notebook_corrects_reports_diagnoses(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     path = tmp_path / "trl.ipynb"
     shutil.copy(ROOT / "examples" / "notebooks" / "trl.ipynb", path)
     # logs are written at every tenth step

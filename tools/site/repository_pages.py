@@ -120,10 +120,12 @@ def _fenced(text: str, language: str) -> str:
 
 
 def _output_text(output: dict[str, Any]) -> str:
-    """Returns an output of a cell: printed text, or a picture."""
+    """Returns an output of a cell: printed text or a picture, "" for other kinds."""
     data = output.get("data", {})
     if "image/png" in data:
         picture = data["image/png"].replace("\n", "")
         return f"![output of the cell](data:image/png;base64,{picture})\n"
-    text = output.get("text", data.get("text/plain", ""))
-    return _fenced("".join(text), "text")
+    text = "".join(output.get("text", data.get("text/plain", "")))
+    if not text:  # a frame with a file that the cell wrote
+        return ""
+    return _fenced(text, "text")
