@@ -499,3 +499,22 @@ def test_a_response_ends_with_its_first_stop_text(task, tmp_path):
     assert sum(response.endswith(("5", "31")) for response in responses) > 4
     for response in responses:
         assert "5" not in response[:-1] and "31" not in response[:-1]
+
+
+def test_held_out_sets_have_their_own_limits_with_rewards(task, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def reward(args, sample):\n    return float(sample.metadata.get('rm_type') == 'math')\n"
+    )
+    prompts = tmp_path / "eval.jsonl"
+    prompts.write_text('{"question": "<bos>31>", "label": "13"}\n')
+    sets = [
+        {"name": "short", "path": str(prompts), "max_response_len": 1},
+        {"name": "long", "path": str(prompts), "max_response_len": 4, "rm_type": "math"},
+    ]
+    config = {"defaults": {"input_key": "question", "temperature": 1.0}, "datasets": sets}
+    (tmp_path / "eval.json").write_text(json.dumps(config))
+    flags = ["--custom-rm-path", f"{tmp_path / 'reward.py'}:reward", "--num-rollout", "1"]
+    flags += ["--eval-config", str(tmp_path / "eval.json")]
+    row = run_here([*task, *flags], tmp_path / "run")[-1]
+    assert (row["eval/short/response_length"], row["eval/long/response_length"]) == (1.0, 4.0)
+    assert (row["eval/short"], row["eval/long"]) == (0.0, 1.0)

@@ -68,7 +68,7 @@ def read_yaml(
     document = {}
     location = ""
     if path is not None:
-        document = _read_document(path)
+        document = read_document(path)
         location = f" in {_shown(path)}"
     blocks = {key: value for key, value in document.items() if key in BLOCKS}
     verl = from_verl(blocks, overrides, location)
@@ -125,9 +125,9 @@ def _user_option(label: str, key: str, path: Path | None, names: Sequence[str]) 
     return Given(value=value, label=label, source=Source.YAML)
 
 
-def _read_document(path: Path) -> dict[str, Any]:
-    """Returns the file with its scalars as text; refuses aliases and deep nesting."""
-    label = f"--custom-config-path is {quoted(str(path))}"
+def read_document(path: Path, flag: str = "--custom-config-path") -> dict[str, Any]:
+    """Returns the file of `flag` with its scalars as text; refuses aliases and deep nesting."""
+    label = f"{flag} is {quoted(str(path))}"
     if not path.is_file():
         raise ValueError(f"{label} but there is no such file; give a YAML file.")
     size = path.stat().st_size

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, mark_failed_samples
+from slime_tis.trainer.configs.eval_config import EvalSet
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.prompts import load_prompts, prompt_options
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
@@ -24,6 +25,7 @@ from slime_tis.trainer.rollout.rollout_metrics import (
 )
 
 EVALUATION_OPTIONS = (
+    "eval_config",
     "eval_prompt_data",
     "n_samples_per_eval_prompt",
     "eval_temperature",
@@ -98,13 +100,14 @@ class Evaluation:
             return {}
         metrics: dict[str, float] = {}
         answers: dict[str, list[Sample]] = {}
+        sets = {held_out.name: held_out for held_out in self.config.eval_sets}
         with self.engine.timer("eval"):
             if self._answers is None:
                 self._answers = self.build_engine()
             if self._answers.weight_version != version:
                 self._answers.update_weights(self.engine.named_hf_tensors, version)
             for name, prompts in self.prompts.items():
-                answers[name] = self._answer(self._answers, prompts)
+                answers[name] = self._answer(self._answers, prompts, sets[name])
                 values = accuracy_metrics(answers[name])
                 metrics[f"eval/{name}"] = values.pop("accuracy")
                 for key, value in values.items():
@@ -125,9 +128,11 @@ class Evaluation:
         self.is_overdue = False
         return metrics if self.logs(rollout_id, answers) else {}
 
-    def _answer(self, engine: RolloutEngine, prompts: Sequence[Prompt]) -> list[Sample]:
-        """Samples answers to the prompts and scores them."""
-        sampling = evaluation_sampling(self.config)
+    def _answer(
+        self, engine: RolloutEngine, prompts: Sequence[Prompt], held_out: EvalSet
+    ) -> list[Sample]:
+        """Samples answers to the prompts of a set and scores them."""
+        sampling = evaluation_sampling(self.config, held_out)
         function = None
         if self.generate is not None:
             function = self.generate.bind(sampling, evaluation=True)
@@ -159,8 +164,17 @@ def load_evaluation_prompts(
         if key is not None:
             options[name] = key
     prompts = {}
-    for name, path in config.eval_prompt_sets:
-        prompts[name] = load_prompts(path, tokenizer, sizes=sizes, **options)
+    for held_out in config.eval_sets:
+        own = {}
+        for name in ("input_key", "label_key", "metadata_key", "tool_key"):
+            if getattr(held_out, name) is not None:
+                own[name] = getattr(held_out, name)
+        loaded = load_prompts(held_out.path, tokenizer, sizes=sizes, **{**options, **own})
+        if held_out.rm_type is not None:
+            # As in slime, the reward of a set replaces the reward of its rows.
+            reward = {"rm_type": held_out.rm_type}
+            loaded = [replace(prompt, metadata=prompt.metadata | reward) for prompt in loaded]
+        prompts[held_out.name] = loaded
     return prompts
 
 

@@ -11,9 +11,11 @@ from slime_tis.options.flags import flags_of
 from slime_tis.options.yaml_file import read_yaml
 from slime_tis.trainer.cli.train_arguments import build_parser, effective_config
 from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, OPTIONS, TITLES
+from slime_tis.trainer.configs.eval_config import EvalSet
 from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
 from tests.cli.conftest import configured, refusal
 
+HELD_OUT = EvalSet(name="easy", path="eval.jsonl")
 SERVER = "--rollout-engine sglang --sglang-url http://a:1 "
 SAMPLES = {bool: ("true", True), int: ("7", 7), float: ("2e-1", 0.2), str: ("word", "word")}
 
@@ -144,7 +146,7 @@ def test_routing_options_land_where_the_model_has_experts(base, tmp_path):
     assert got.rollout.rollout_router_bits == 4
     sampling = training_sampling(got.rollout)
     assert (sampling.return_routed_experts, sampling.return_routing_weights) == (True, True)
-    assert not evaluation_sampling(got.rollout).records_routing
+    assert not evaluation_sampling(got.rollout, HELD_OUT).records_routing
 
 
 def test_evaluation_records_no_sets(base):
@@ -152,8 +154,8 @@ def test_evaluation_records_no_sets(base):
     config = configured(base + line).rollout
     assert training_sampling(config).return_sampling_mask
     assert (
-        evaluation_sampling(config).return_sampling_mask,
-        evaluation_sampling(config).top_p,
+        evaluation_sampling(config, HELD_OUT).return_sampling_mask,
+        evaluation_sampling(config, HELD_OUT).top_p,
     ) == (False, 0.7)
 
 

@@ -150,6 +150,9 @@ MIS = "mis.compute_mis_weights_with_cp"
 PATH = 'PYTHONPATH="/x:${X}/y" torchrun --nproc-per-node 8 train.py --lr'
 # (script, part of the printed command)
 COMMANDS = {
+    "train.py --eval-config /x/eval.yaml --eval-interval 20": (
+        "--eval-config /x/eval.yaml --eval-interval 20 --rollout-engine"
+    ),
     "train.py --update-weight-buffer-size 536870912": (
         "train.py --sglang-bucket-mb 512 --rollout-engine"
     ),

@@ -81,8 +81,9 @@ def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
     paths = []
     if rollout.prompt_data is not None:
         paths.append(("--prompt-data", rollout.prompt_data))
+    source = "--eval-prompt-data" if rollout.eval_config is None else "--eval-config"
     for _, path in rollout.eval_prompt_sets:
-        paths.append(("--eval-prompt-data", path))
+        paths.append((source, path))
     return [(flag, split_row_slice(path)[0]) for flag, path in paths]
 
 

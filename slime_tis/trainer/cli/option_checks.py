@@ -224,7 +224,7 @@ def _check_rewards(arguments: Arguments) -> None:
         arguments.loop.load_debug_rollout_data is not None
         or rollout.rollout_function_path is not None
     )
-    if rollout.eval_prompt_data or not has_rewards:
+    if rollout.eval_sets or not has_rewards:
         raise ValueError(
             "--rm-type is unset and so is --custom-rm-path; add one of them to score responses."
         )
@@ -341,7 +341,7 @@ def _about_idle_options(arguments: Arguments) -> Iterator[str]:
         "rollout_sample_filter_path",
         "rollout_all_samples_process_path",
     ]
-    if not rollout.eval_prompt_data:
+    if not rollout.eval_sets:
         names.append("custom_generate_function_path")
     unused = " and ".join(flag(name) for name in _changed(rollout, *names))
     if arguments.loop.load_debug_rollout_data is not None and unused:

@@ -273,7 +273,6 @@ ADVICE: Mapping[str, str] = {
     "--group-rm": (
         "name the reward function's second parameter samples: it then gets all samples of a prompt"
     ),
-    "--eval-config": "use --eval-prompt-data NAME FILE and the --eval- flags that --help lists",
     "--loss-mask-type": (
         "the tokenizer's chat template renders prompts; render others into the prompt file"
     ),

@@ -9,13 +9,16 @@ from typing import Annotated, Any, Literal
 
 from slime_tis.errors import quoted
 from slime_tis.options.fields import Limits, check_fields, option
+from slime_tis.trainer.configs.eval_config import EvalSet, read_eval_config
 from slime_tis.trainer.configs.sglang import normalized_url
 
 data_option = partial(option, group="model and data")
 rollout_option = partial(option, group="rollout")
 sampling_option = partial(option, group="sampling")
 reward_option = partial(option, group="rewards")
-evaluation_option = partial(option, group="evaluation", needs=("--eval-prompt-data",))
+EVALUATES = ("--eval-prompt-data", "--eval-config")
+"""Flags that name held-out prompts."""
+evaluation_option = partial(option, group="evaluation", needs=EVALUATES)
 routing_option = partial(option, group="routing replay")
 
 Rounding = Literal["nearest", "stochastic"]
@@ -214,7 +217,7 @@ class RolloutConfig:
     """Key of the reward if the reward is a dict; its other numbers are reported."""
     reward_weights: str | None = reward_option(None, metavar="KEY=WEIGHT,…")
     """Weighted sum of a dict's numbers as the reward; replaces reward_key."""
-    eval_reward_key: str | None = reward_option(None, metavar="KEY", needs=("--eval-prompt-data",))
+    eval_reward_key: str | None = reward_option(None, metavar="KEY", needs=EVALUATES)
     """reward_key of held-out prompts; unset: reward_key or reward_weights."""
     eval_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = evaluation_option(None)
     """Rollouts between two evaluations; unset: before and after training only."""
@@ -222,6 +225,9 @@ class RolloutConfig:
         None, metavar="[NAME] PATH", needs=()
     )
     """Held-out prompts as NAME PATH pairs; a single PATH is named accuracy."""
+    eval_config: str | None = option(None, group="evaluation", metavar="FILE")
+    """YAML file of held-out prompt sets with own keys and sampling, in slime's format; replaces
+    eval_prompt_data."""
     n_samples_per_eval_prompt: Annotated[int, Limits(ge=1, le=4_096)] = evaluation_option(1)
     """Responses sampled per held-out prompt."""
     eval_temperature: Annotated[float, Limits(ge=0.01, le=100, also=(0,))] = evaluation_option(0.0)
@@ -300,10 +306,20 @@ class RolloutConfig:
     @property
     def eval_prompt_sets(self) -> tuple[tuple[str, str], ...]:
         """The held-out prompt files as (name, path) pairs, empty without evaluation."""
+        return tuple((held_out.name, held_out.path) for held_out in self.eval_sets)
+
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """The held-out prompt sets, empty without evaluation."""
+        if self.eval_config is not None:
+            return read_eval_config(self.eval_config)
         parts = self.eval_prompt_data or ()
         if len(parts) == 1:
-            return (("accuracy", parts[0]),)
-        return tuple(zip(parts[::2], parts[1::2], strict=True))
+            parts = ("accuracy", parts[0])
+        sets = []
+        for name, path in zip(parts[::2], parts[1::2], strict=True):
+            sets.append(EvalSet(name=name, path=path))
+        return tuple(sets)
 
 
 def _check_reward(config: RolloutConfig) -> None:
@@ -344,6 +360,10 @@ def _check_evaluation(config: RolloutConfig) -> None:
         raise ValueError(
             "--eval-top-p has no effect with --eval-temperature 0; remove it, or raise the"
             " temperature."
+        )
+    if config.eval_config is not None and config.eval_prompt_data is not None:
+        raise ValueError(
+            "--eval-config and --eval-prompt-data are both given; remove one of the two."
         )
     count = len(config.eval_prompt_data or ())
     if count > 1 and count % 2 == 1:

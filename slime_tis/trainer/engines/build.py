@@ -1,7 +1,11 @@
 """Builds the rollout engine and the sampling settings that the options ask for."""
 
+from dataclasses import replace
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
+from slime_tis.trainer.configs.eval_config import EvalSet
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import Sampling
@@ -57,9 +61,9 @@ def training_sampling(config: RolloutConfig) -> Sampling:
     )
 
 
-def evaluation_sampling(config: RolloutConfig) -> Sampling:
-    """Returns the settings of evaluation samples."""
-    return Sampling(
+def evaluation_sampling(config: RolloutConfig, held_out: EvalSet) -> Sampling:
+    """Returns the settings of samples of a held-out set; its own values replace the run's."""
+    sampling = Sampling(
         n_samples=config.n_samples_per_eval_prompt,
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,
@@ -68,3 +72,8 @@ def evaluation_sampling(config: RolloutConfig) -> Sampling:
         stop=config.rollout_stop or (),
         max_context_len=config.rollout_max_context_len,
     )
+    own: dict[str, Any] = {"n_samples": held_out.n_samples_per_eval_prompt}
+    for name in ("temperature", "top_p", "top_k", "max_response_len", "stop_token_ids", "stop"):
+        own[name] = getattr(held_out, name)
+    changes = {name: value for name, value in own.items() if value is not None}
+    return replace(sampling, **changes)

@@ -210,12 +210,9 @@ def _stand_in(
     if name in ("--hf-checkpoint", "--ref-load"):
         (checkpoint,) = required["--hf-checkpoint"]
         return (_model_directory(name, " ".join(values), checkpoint, verdict),)
-    if name in ("--prompt-data", "--eval-prompt-data"):
+    if name in ("--prompt-data", "--eval-prompt-data", "--eval-config"):
         (prompts,) = required["--prompt-data"]
-        files = [_prompt_file(name, value, prompts, verdict) for value in values]
-        if name == "--eval-prompt-data" and len(values) > 1:
-            files[::2] = values[::2]  # the values are NAME FILE NAME FILE …
-        return tuple(files)
+        return _prompt_files(name, values, prompts, folder, verdict)
     if name in OUTPUTS:
         return (str(folder / name.removeprefix("--")),)
     if name in DUMPS and values:
@@ -242,6 +239,18 @@ def _model_directory(name: str, directory: str, stand_in: str, verdict: Verdict)
     return stand_in
 
 
+def _prompt_files(
+    name: str, values: tuple[str, ...], prompts: str, folder: Path, verdict: Verdict
+) -> tuple[str, ...]:
+    """Returns the values of a flag of prompts, with `prompts` for files that are missing."""
+    if name == "--eval-config":
+        prompts = str(_held_out_sets(folder, prompts))
+    files = [_prompt_file(name, value, prompts, verdict) for value in values]
+    if name == "--eval-prompt-data" and len(values) > 1:
+        files[::2] = values[::2]  # the values are NAME FILE NAME FILE …
+    return tuple(files)
+
+
 def _prompt_file(name: str, value: str, stand_in: str, verdict: Verdict) -> str:
     """Returns a file of prompts, with its slice of rows, or one that stands for it."""
     # without the slice, as in FILE@[0:3000]
@@ -250,6 +259,13 @@ def _prompt_file(name: str, value: str, stand_in: str, verdict: Verdict) -> str:
         return value
     if OPEN not in path and (name == "--prompt-data" or PurePath(path).suffix):
         verdict.missing.append(f"{name} {value}")
+    return stand_in
+
+
+def _held_out_sets(folder: Path, prompts: str) -> Path:
+    """Returns a file of --eval-config whose only set has these prompts."""
+    stand_in = folder / "eval_config.json"
+    stand_in.write_text(json.dumps({"datasets": [{"name": "held-out", "path": prompts}]}))
     return stand_in
 
 

@@ -360,7 +360,7 @@ def _add_defaults(placement: Placement, ported: Ported) -> None:
         if name == "--use-distributed-optimizer" and placement.data_parallel == 1:
             continue
         if name == "--eval-temperature":  # slime evaluates at the temperature of the rollouts
-            if "--eval-prompt-data" not in ported.flags:
+            if not ported.flags.keys() & {"--eval-prompt-data", "--eval-config"}:
                 continue
             values = ported.flags.get("--rollout-temperature", values)
         ported.flags[name] = values
