@@ -63,7 +63,7 @@ def test_every_document_of_the_repository_is_a_page():
 
 def test_linked_code_is_shown_with_its_language():
     text = source_texts()["source/examples/minimal/grpo.py.md"]
-    assert text.startswith("# grpo.py\n\n`examples/minimal/grpo.py`\n\n`````python\n")
+    assert "\n# grpo.py\n\n`examples/minimal/grpo.py`\n\n`````python\n" in text
     assert "slime_tis.correct(" in text
 
 

@@ -108,6 +108,11 @@ def test_pages_of_studies_are_in_the_search(site):
         assert f'"location":"{place}' in index
 
 
+def test_code_is_not_in_the_search(site):
+    assert (site / "source/examples/minimal/grpo.py.html").exists()
+    assert '"location":"source/' not in (site / "search" / "search_index.json").read_text()
+
+
 def test_llms_txt_links_the_markdown_of_every_page(site):
     lines = (site / "llms.txt").read_text()
     links = re.findall(r"^- \[.+?\]\(([^)]+)\): .", lines, re.M)

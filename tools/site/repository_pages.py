@@ -24,6 +24,8 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml",
 LINK = re.compile(r"(\]\()((?!https?:|mailto:|data:|#)[^)\s#]+)(#[^)\s]*)?(\))")
 FENCE = "`````"
 """Delimits shown code. Docstrings and outputs may contain fences of three backticks."""
+NOT_IN_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
+"""Head of pages of code: a result shows a complete page, so code would hide the documents."""
 
 
 def markdown_files() -> list[Path]:
@@ -75,7 +77,7 @@ def source_texts() -> dict[str, str]:
         if path.suffix in LANGUAGES:
             name = path.relative_to(ROOT).as_posix()
             code = _fenced(path.read_text(), LANGUAGES[path.suffix])
-            texts[site_path(path)] = f"# {path.name}\n\n`{name}`\n{code}"
+            texts[site_path(path)] = f"{NOT_IN_SEARCH}# {path.name}\n\n`{name}`\n{code}"
     return texts
 
 
