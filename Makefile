@@ -24,7 +24,7 @@ TE_TORCH := 2.14.1
 GPU_FLAGS ?=
 MERMAID := mermaid@11.9.0
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env test-sglang site test-site test-notebooks check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding study-alarms test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env test-sglang site test-site test-notebooks check format docs clean
 
 help:
 	@echo "Start here:"
@@ -124,6 +124,17 @@ $(SMOLLM2)/checkpoint_bf16/config.json: | $(VENV)/.installed-gym
 $(SMOLLM2)/study_prompts/complete.json: | $(VENV)/.installed-gym
 	$(BIN)/python -m examples.reasoning_gym.prompts --out $(SMOLLM2)/study_prompts --train 256 --held-out 96 --answer number \
 		$(SMOLLM2_TASKS)
+
+# martingale pins another TRL in its extra; without the extra it runs on ours, with a warning.
+.venv-alarms/.installed: .venv-adapters/.installed
+	test -x .venv-alarms/bin/python || $(PYTHON) -m venv .venv-alarms
+	ls -d $$PWD/.venv-adapters/lib/python3*/site-packages > $$(ls -d .venv-alarms/lib/python3*/site-packages)/adapters.pth
+	.venv-alarms/bin/python -m pip install --quiet --disable-pip-version-check martingale==0.2.0
+	touch $@
+
+study-alarms: .venv-alarms/.installed  ## Watch 34 small runs of TRL by our alarms and by martingale's; SEEDS="0 1 2" for all
+	PYTHONPATH=$$PWD OMP_NUM_THREADS=1 .venv-alarms/bin/python -m studies.live_alarms.run --seeds $(SEEDS) \
+		--results studies/live_alarms/results.csv
 
 test: $(VENV)/.installed-diffusion $(VENV)/.installed-gym  ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist worksteal
@@ -230,6 +241,7 @@ docs: install  ## Write the generated parts of docs/: flags, packages, plots and
 	$(BIN)/python -m studies.comparison.compare
 	$(BIN)/python -m studies.real_model.mismatch --draw
 	$(BIN)/python -m studies.gradient_bias.gradient --draw
+	$(BIN)/python -m studies.live_alarms.count
 
 test-notebooks: install .venv-adapters/.installed  ## Execute the notebooks; TRL's in the adapters' environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/notebooks --deselect tests/notebooks/test_trl_notebook.py

@@ -84,13 +84,22 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(dtype: str, directory: Path) -> Qwen2ForCausalLM:
+@dataclass(frozen=True)
+class World:
+    """Size of the model, and the learning rate unless a case has its own."""
+
+    hidden_size: int = 32
+    layers: int = 2
+    learning_rate: float = 1e-3
+
+
+def make_model(world: World, dtype: str, directory: Path) -> Qwen2ForCausalLM:
     """The model, loaded from a directory: with a KL term TRL loads the reference policy from it."""
     config = Qwen2Config(
         vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        hidden_size=world.hidden_size,
+        intermediate_size=2 * world.hidden_size,
+        num_hidden_layers=world.layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -198,13 +207,17 @@ def constant(completions: Sequence[str], **_: Any) -> list[float]:
 REWARDS = {"distinct": distinct, "sparse": sparse, "constant": constant}
 
 
-def watch(case: Case, seed: int, directory: Path) -> list[Alarm]:
+def watch(case: Case, world: World, seed: int, directory: Path) -> list[Alarm]:
     """One run; returns the alarms of both programs in the order of their steps."""
     torch.manual_seed(seed)
     random.seed(seed)
-    options = {"learning_rate": 1e-3, "max_completion_length": ANSWER, **case.options}
+    options = {
+        "learning_rate": world.learning_rate,
+        "max_completion_length": ANSWER,
+        **case.options,
+    }
     tokenizer = make_tokenizer()
-    model = make_model(options.pop("dtype", "float32"), directory / "model")
+    model = make_model(world, options.pop("dtype", "float32"), directory / "model")
     settings = GRPOConfig(
         output_dir=str(directory / "out"),
         per_device_train_batch_size=BATCH,
@@ -256,6 +269,9 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, required=True, help="CSV to write")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--hidden-size", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--only", default="", help="run cases whose name contains this text")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -263,6 +279,7 @@ def main(arguments: Sequence[str]) -> None:
     # Both programs also print each alarm.
     logging.getLogger("martingale").propagate = False
     logging.getLogger("slime_tis").propagate = False
+    world = World(options.hidden_size, options.layers, options.learning_rate)
     rows = []
     for seed in options.seeds:
         for kind, cases in (("fault", FAULTS), ("healthy", HEALTHY)):
@@ -271,7 +288,7 @@ def main(arguments: Sequence[str]) -> None:
                     continue
                 start = time.process_time()
                 with tempfile.TemporaryDirectory() as directory:
-                    alarms = watch(case, seed, Path(directory))
+                    alarms = watch(case, world, seed, Path(directory))
                 seconds = time.process_time() - start
                 found = [f"{alarm.program}:{alarm.name}@{alarm.step}" for alarm in alarms]
                 print(f"{kind} {seed} {name} ({seconds:.1f} s): {' '.join(found)}", flush=True)
