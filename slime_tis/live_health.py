@@ -20,7 +20,7 @@ from slime_tis.token_signs import over_ranks, sign_metrics
 logger = logging.getLogger(__name__)
 
 OnAlarm = Literal["warn", "stop"]
-"""What an alarm does besides its message and its metric."""
+"""Reaction to an alarm, in addition to its message and its metric."""
 DEFAULT_METRICS = (
     "mismatch_k3_kl",
     "mismatch_kl",
@@ -44,7 +44,7 @@ of 0.6 to 1.3 make 0.78 to 0.99, noise of 0.05 to 1 nats at most 0.26."""
 WEAK_DEPENDENCE = 0.5
 """The same if the tokens are also no samples of the reported distribution: raw log-probs."""
 EXACT_DEPENDENCE = 0.9999
-"""The same of a factor on the log-probs, which is an exact function of them."""
+"""The same for a factor on the log-probs: Δ is then an exact function."""
 MIN_VISIBLE = 0.02
 """Smallest mean abs(Δ) whose dependence is judged, nats."""
 MAX_POSITIVE_SHARE = 0.02
@@ -384,6 +384,7 @@ pass by themselves."""
 
 def live_rules(framework: Framework) -> tuple[Rule, ...]:
     """The rules with the framework's names in messages and advice."""
+    # Rules of STEP_RULES without advice here read metrics that only our trainer has.
     rules = [rule for rule in STEP_RULES if rule.cause in STEP_ADVICE]
     rules = [replace(rule, fix=STEP_ADVICE[rule.cause]) for rule in rules]
     for rule in LIVE_RULES:
@@ -444,6 +445,7 @@ class LiveHealth:
         Raises:
             HealthAlarm: An alarm of `STOPPING` began and `on_alarm` is "stop".
         """
+        # The rules know only one step; growth and advice need the first batch as well.
         values = {**metrics, **self._derived(step, metrics)}
         health, changes = self._health.observe(values)
         stopping = []
@@ -453,6 +455,7 @@ class LiveHealth:
                 message = f"health/{change.name} since step {step}: {message}"
                 if change.name in STOPPING:
                     stopping.append(message)
+            # Other processes have the same alarm, and raise it together.
             if self._prints:
                 logger.warning(message)
         if stopping and self._stops:
@@ -480,6 +483,8 @@ class LiveHealth:
             derived["rollout/weight_staleness"] = age
         k3 = metrics.get("train/mismatch_k3_kl_stale")
         if k3:
+            # Δ is proportional to age and learning rate (Adam's step has the size of the rate),
+            # and k3 ≈ Δ²/2.
             factor = min((MAX_K3 / k3) ** 0.5, 1.0)
             derived["train/learning_rate_factor"] = factor
             derived["train/largest_useful_age"] = float(int(metrics["train/stale_age"] * factor))
@@ -521,6 +526,7 @@ class StepMonitor:
             self._sums = self._sums + sums
             return metrics
         if self._statistics is not None and self._sums is not None:
+            # Only complete steps are reduced: every rank has the same number of them.
             total = over_ranks(self._sums, ranks)
             metrics = self._statistics.all_reduce(ranks).metrics()
             metrics |= sign_metrics(total)

@@ -54,9 +54,9 @@ class TokenSums(NamedTuple, Generic[Value]):
     zero_size: Value
     """Σ abs(Δ) of these tokens."""
     rest_positive: Value
-    """Σ max(Δ, 0) of the other tokens."""
+    """Σ max(Δ, 0) without these tokens."""
     rest_large: Value
-    """Σ abs(Δ) of the other tokens above LARGE_SIZE."""
+    """Σ abs(Δ) above LARGE_SIZE, without these tokens."""
     above_zero: Value
     """Tokens whose rollout log-prob is above 0."""
     bounded: Value
@@ -84,7 +84,7 @@ class TokenSums(NamedTuple, Generic[Value]):
     known_age: Value
     """Tokens whose weight version is known."""
     age: Value
-    """Σ of their age, optimizer steps."""
+    """Σ age, optimizer steps."""
     stale: Value
     """Tokens from older weights."""
     stale_k3: Value
@@ -115,6 +115,7 @@ def token_sums(
             nothing is known.
         weights: Counts of compared and of changed weights, of `WeightProbe`.
     """
+    # Float64 costs little for log-probs alone, and squares of equal numbers must cancel.
     valid_BT = mask_BT.bool() & is_log_prob(train_BT) & is_log_prob(rollout_BT)
     train_BT = torch.where(valid_BT, train_BT, 0.0).double()
     rollout_BT = torch.where(valid_BT, rollout_BT, 0.0).double()
@@ -136,8 +137,9 @@ def token_sums(
     is_stale_BT = valid_BT & (age_BT > 0)
     zero = train_BT.new_zeros(())
     probed, changed = weights or (zero, zero)
+    # Per sample, because wrong log-probs often belong to a few samples.
     size_B = size_BT.sum(1)
-    # Without a sample there is no largest one.
+    # Rounded up, so that a batch of fewer than eight samples has one.
     eighth = (len(size_B) + 7) // 8
     long_B = valid_BT.sum(1) >= MIN_LENGTH
     sums: TokenSums[Tensor] = TokenSums(
@@ -261,6 +263,7 @@ def _dependence(total: TokenSums[float]) -> float:
     n = total.tokens
     train = total.train / n
     rollout = total.rollout / n
+    # Correlations of Δ, from the covariances of both log-probs.
     train_variance = total.train_squared / n - train * train
     rollout_variance = total.rollout_squared / n - rollout * rollout
     covariance = total.product / n - train * rollout
@@ -290,7 +293,7 @@ def _standard_errors(total: TokenSums[float]) -> float:
 class WeightProbe:
     """Compares some weights of the trained model with those of the last call.
 
-    It keeps at most `per_tensor` weights of each trained matrix, evenly spaced. Vectors are left
+    It keeps at most `per_tensor` weights per trained matrix, evenly spaced. Vectors are left
     out: a bias that starts at 0 takes updates that all other weights lose in bf16.
     """
 
@@ -305,7 +308,7 @@ class WeightProbe:
         """
         parts = []
         for parameter in model.parameters():
-            # FSDP's parameters are DTensors; a rank compares its own part.
+            # FSDP's parameters are DTensors; a rank compares the part that it holds.
             local = getattr(parameter, "_local_tensor", parameter).detach().flatten()
             if parameter.requires_grad and parameter.ndim > 1 and len(local):
                 step = len(local) // self._per_tensor + 1

@@ -181,6 +181,7 @@ class RolloutCorrectionMixin:
         age_BT = None
         if version_BT is not None:
             age_BT = torch.where(version_BT < 0, -1, self.state.global_step - version_BT)
+        # Several batches of one step have the same weights.
         weights = None
         if mode == "train" and self.state.global_step != self._probed_step:
             weights = self._weights.compare(self.model)
@@ -286,6 +287,7 @@ class RolloutCorrectionMixin:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Checks gradient and clip, which TRL knows after the optimizer step, and logs."""
         if self.model.training and "grad_norm" in logs:
+            # The last line of a run has no gradient, nor have the lines of an evaluation.
             is_finite = math.isfinite(logs["grad_norm"])
             values = {"train/nonfinite_gradient_steps": float(not is_finite)}
             clipped = self._metrics["train"].get(CLIPPED)

@@ -198,8 +198,10 @@ class DriverHealth:
         if self._health is None:
             return data
         values = {f"train/{name}": value for name, value in self._signs.items()}
+        # A line without a new batch, such as a validation, must not repeat the old signs.
         self._signs = {}
         for name, value in data.items():
+            # verl also logs texts and tables.
             if not isinstance(value, Real):
                 continue
             for prefix in METRIC_PREFIXES:
@@ -264,7 +266,7 @@ def apply_bypass_mode(
     rollout_corr_config: Any = None,
     policy_loss_config: MutableMapping[str, object] | None = None,
 ) -> None:
-    """verl's bypass mode, with health alarms on the metrics of its workers."""
+    """verl's bypass mode, with health alarms on the workers' metrics."""
     DRIVER_HEALTH.configure(rollout_corr_config, verl.MISMATCH)
     verl.apply_bypass_mode(batch, rollout_corr_config, policy_loss_config)
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from studies.live_alarms.faults import FAULTS, GENERAL, HEALTHY
 
 HERE = Path(__file__).parent
+DOCS_PAGE = HERE.parents[1] / "docs" / "adapters.md"
+"""The page of the documentation that has the totals."""
 PROGRAMS = ("slime_tis", "martingale")
-START = "<!-- tables: make docs -->"
-"""The page's tables follow this line."""
-END = "<!-- end of tables -->"
+START = "<!-- tables of live alarms: make docs -->"
+"""A page's tables follow this line."""
+END = "<!-- end of tables of live alarms -->"
+"""The tables end before this line."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,12 @@ class Run:
     case: str
     seed: int
     alarms: dict[str, list[tuple[str, int]]]
-    """By program: name and step of each alarm, in the order of the steps."""
+    """By program: (name, step) per alarm, ordered by step."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a program said about a planted fault."""
+    """A program's result for a planted fault."""
 
     word: str
     """right, noticed, wrong or missed."""
@@ -100,8 +103,8 @@ def cell(verdicts: list[Verdict]) -> str:
     return text
 
 
-def tables(runs: list[Run]) -> str:
-    """The tables of the page: totals, faults, healthy runs."""
+def totals(runs: list[Run]) -> str:
+    """The table of verdicts over all faults, and of false alarms."""
     verdicts = fault_verdicts(runs)
     false_alarms = healthy_alarms(runs)
     lines = ["| | slime_tis | martingale 0.2.0 |", "|---|---|---|"]
@@ -124,7 +127,14 @@ def tables(runs: list[Run]) -> str:
     lines.append(f"| healthy runs with a false alarm | {' | '.join(counts)} |")
     counts = [str(runs_with_early_alarms(runs, program)) for program in PROGRAMS]
     lines.append(f"| faulty runs with an alarm before the fault | {' | '.join(counts)} |")
-    lines += ["", "| fault | slime_tis | martingale |", "|---|---|---|"]
+    return "\n".join(lines)
+
+
+def tables(runs: list[Run]) -> str:
+    """The tables of the page: totals, faults, healthy runs."""
+    verdicts = fault_verdicts(runs)
+    false_alarms = healthy_alarms(runs)
+    lines = [totals(runs), "", "| fault | slime_tis | martingale |", "|---|---|---|"]
     for case in FAULTS:
         cells = [cell(verdicts[case, program]) for program in PROGRAMS]
         lines.append(f"| {case} | {' | '.join(cells)} |")
@@ -150,7 +160,7 @@ def fault_verdicts(runs: list[Run]) -> dict[tuple[str, str], list[Verdict]]:
 
 
 def healthy_alarms(runs: list[Run]) -> dict[tuple[str, str], list[str]]:
-    """(healthy run, program) → the names of the alarms of each seed, empty without one."""
+    """(healthy run, program) → alarm names per seed, empty without an alarm."""
     alarms: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         if run.kind != "healthy":
@@ -184,11 +194,15 @@ def page_tables() -> str:
     return f"{first}\n\n### Second world\n\n{second}"
 
 
-def main() -> None:
-    page = HERE / "README.md"
+def write_between_marks(page: Path, text: str) -> None:
     before, _, rest = page.read_text().partition(START)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{START}\n{page_tables()}\n{END}{after}")
+    page.write_text(f"{before}{START}\n{text}\n{END}{after}")
+
+
+def main() -> None:
+    write_between_marks(HERE / "README.md", page_tables())
+    write_between_marks(DOCS_PAGE, totals(read_runs(HERE / "results.csv")))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class World:
-    """Size of the model, and the learning rate unless a case has its own."""
+    """Size of the model, and the learning rate of cases that set none."""
 
     hidden_size: int = 32
     layers: int = 2
@@ -208,7 +208,7 @@ REWARDS = {"distinct": distinct, "sparse": sparse, "constant": constant}
 
 
 def watch(case: Case, world: World, seed: int, directory: Path) -> list[Alarm]:
-    """One run; returns the alarms of both programs in the order of their steps."""
+    """Runs a case; returns both programs' alarms, ordered by step."""
     torch.manual_seed(seed)
     random.seed(seed)
     options = {
@@ -294,7 +294,8 @@ def main(arguments: Sequence[str]) -> None:
                 print(f"{kind} {seed} {name} ({seconds:.1f} s): {' '.join(found)}", flush=True)
                 rows.append({"kind": kind, "case": name, "seed": seed, "alarms": " ".join(found)})
     with options.results.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=["kind", "case", "seed", "alarms"])
+        columns = ["kind", "case", "seed", "alarms"]
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

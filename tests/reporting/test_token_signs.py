@@ -1,6 +1,7 @@
 """Signs of wrong log-probs: sums over a batch, and the metrics made of them."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +130,17 @@ def test_ages_split_the_mismatch():
     assert metrics["stale_age"] == 3
     assert metrics["mismatch_k3_kl_stale"] == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
     assert metrics["mismatch_k3_kl_fresh"] == pytest.approx(0, abs=1e-12)
+
+
+def test_the_documentation_defines_every_sign():
+    age = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
+    age[0] = 1
+    weights = (torch.tensor(2), torch.tensor(1))
+    metrics = sign_metrics(token_sums(TRAIN, TRAIN, MASK, age_BT=age, weights=weights))
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    missing = [name for name in metrics if f"`{name}`" not in page]
+    # The correction's own metric, on the page of metrics.
+    assert missing == ["nonfinite_token_fraction"]
 
 
 EXTREMES = {

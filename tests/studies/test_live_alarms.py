@@ -5,6 +5,7 @@ import pytest
 from slime_tis.integrations.frameworks import TRL
 from slime_tis.live_health import live_rules
 from studies.live_alarms.count import (
+    DOCS_PAGE,
     HERE,
     PROGRAMS,
     Verdict,
@@ -12,6 +13,7 @@ from studies.live_alarms.count import (
     early_alarms,
     page_tables,
     read_runs,
+    totals,
     verdict,
 )
 from studies.live_alarms.faults import FAULTS, GENERAL, HEALTHY
@@ -58,6 +60,10 @@ def test_every_case_ran_with_every_seed():
 
 def test_the_page_has_the_tables_of_the_results():
     assert page_tables() in (HERE / "README.md").read_text()
+
+
+def test_the_documentation_has_the_totals():
+    assert totals(read_runs(HERE / "results.csv")) in DOCS_PAGE.read_text()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
