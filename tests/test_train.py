@@ -518,3 +518,28 @@ def test_held_out_sets_have_their_own_limits_with_rewards(task, tmp_path):
     row = run_here([*task, *flags], tmp_path / "run")[-1]
     assert (row["eval/short/response_length"], row["eval/long/response_length"]) == (1.0, 4.0)
     assert (row["eval/short"], row["eval/long"]) == (0.0, 1.0)
+
+
+ENTROPY = """
+import json
+
+
+def from_entropy(args, rollout_data):
+    rollout_data["advantages"] = rollout_data["entropy"]
+    means = [values.mean().item() for values in rollout_data["entropy"]]
+    with open(args.entropy_file, "w") as file:
+        json.dump(means, file)
+"""
+
+
+def test_a_user_function_gets_the_entropy_of_the_old_policy(task, tmp_path):
+    (tmp_path / "advantage.py").write_text(ENTROPY)
+    (tmp_path / "run.yaml").write_text(f"entropy_file: {tmp_path / 'entropy.json'}\n")
+    flags = ["--custom-advantage-function-path", f"{tmp_path / 'advantage.py'}:from_entropy"]
+    flags += ["--use-rollout-entropy", "--custom-config-path", str(tmp_path / "run.yaml")]
+    (row,) = run_here([*task, *flags, "--num-rollout", "1"], tmp_path / "run")
+    means = json.loads((tmp_path / "entropy.json").read_text())
+    assert len(means) == 16
+    # With one step the trained policy is the old policy.
+    assert sum(means) / 16 == pytest.approx(row["train/entropy_loss"], rel=1e-5)
+    assert row["train/old_log_prob_forwards"] == 1

@@ -50,6 +50,10 @@ class PolicyConfig:
     """Normalize advantages to mean 0 and deviation 1 over the global batch's valid tokens."""
     custom_advantage_function_path: str | None = loss_option(None, metavar="FUNCTION")
     """User function that sets each token's advantage."""
+    use_rollout_entropy: bool = loss_option(
+        False, needs=("--custom-advantage-function-path", "--loss-type=custom_loss")
+    )
+    """Give user functions the old policy's entropy of each token; costs a forward pass."""
     loss_type: Literal["policy_loss", "custom_loss"] = loss_option("policy_loss")
     """policy_loss (by the other options of this group) or custom_loss (user function)."""
     custom_loss_function_path: str | None = loss_option(
@@ -247,6 +251,8 @@ def needs_old_log_probs(
     if uses_recomputed_old_policy(correction, steps_per_rollout):
         return True
     if policy.reject_before_advantage or policy.has_token_baseline:
+        return True
+    if policy.use_rollout_entropy:
         return True
     # In bypass mode the rollout policy is the old policy, also in the rewards.
     if policy.kl_coef > 0 and not correction.use_rollout_logprobs:

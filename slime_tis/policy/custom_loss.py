@@ -207,6 +207,7 @@ def loss_batch(tokens: ResponseTokens, sequences: Sequence[Tensor]) -> dict[str,
     values = {
         "rollout_log_probs": tokens.rollout_log_probs_L,
         "log_probs": tokens.old_log_probs_L,
+        "entropy": tokens.old_entropy_L,
         "ref_log_probs": tokens.ref_log_probs_L,
         "advantages": tokens.advantages_L,
     }

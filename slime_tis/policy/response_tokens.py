@@ -38,6 +38,8 @@ class ResponseTokens:
     old_log_probs_L: Tensor | None = None
     """float32 log π_old in nats, from a forward pass before the rollout's first step; None without
     this pass."""
+    old_entropy_L: Tensor | None = None
+    """float32 entropy of π_old in nats, from the same pass; None unless user functions get it."""
     sum_pi_squared_L: Tensor | None = None
     """float32 Σ_v π_v² over the vocabulary, from the same pass; None unless the advantages need
     it."""

@@ -361,14 +361,8 @@ class Learner:
         if not self.rollout.use_rollout_routing_replay:
             batch = recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
-        if self.policy.has_token_baseline:
-            columns = self._old_log_probs(batch, partition, record=record, sums_squares=True)
-            batch = batch.with_token_values(
-                old_log_probs_L=columns[:, 0], sum_pi_squared_L=columns[:, 1]
-            )
-        elif needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy):
-            old_log_probs_L = self._old_log_probs(batch, partition, record=record)
-            batch = batch.with_token_values(old_log_probs_L=old_log_probs_L)
+        if needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy):
+            batch = self._with_old_policy(batch, partition, record)
         if self.policy.needs_reference:
             with self.engine.timer("ref_log_probs"):
                 reference_L = self.engine.reference_log_probs(batch, partition)
@@ -440,6 +434,26 @@ class Learner:
             advantages=tokens.advantages_L,
             global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(tokens.slices)),
         )
+
+    def _with_old_policy(
+        self, batch: TrainingBatch, partition: list[list[int]], record: RoutingRecord | None
+    ) -> TrainingBatch:
+        """Returns the batch with log π_old, and the values of the same pass that options need."""
+        policy = self.policy
+        names = ["old_log_probs_L"]
+        if policy.use_rollout_entropy:
+            names.append("old_entropy_L")
+        if policy.has_token_baseline:
+            names.append("sum_pi_squared_L")
+        values = self._old_log_probs(
+            batch,
+            partition,
+            record=record,
+            gives_entropy=policy.use_rollout_entropy,
+            sums_squares=policy.has_token_baseline,
+        )
+        columns = values.view(-1, len(names)).unbind(1)
+        return batch.with_token_values(**dict(zip(names, columns, strict=True)))
 
     def _old_log_probs(
         self,

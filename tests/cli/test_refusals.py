@@ -40,6 +40,11 @@ REFUSALS = [
         "--advantage-estimator reinforce_plus_plus --gamma 0.9 --use-opsm",
         "--gamma does not work with --use-opsm",
     ),
+    ("--use-rollout-entropy", "no effect without --custom-advantage-function-path"),
+    (
+        "--use-rollout-entropy --custom-advantage-function-path a.py:f --use-rollout-logprobs",
+        "needs the pass for old log-probs",
+    ),
     # names
     ("--use-tiss", "did you mean --use-tis?"),
     ("--zzz", "is not a flag"),

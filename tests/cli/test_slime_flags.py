@@ -260,7 +260,6 @@ def test_estimators_of_slime_are_refused_with_advice(base, tmp_path, name, advic
 
 # (flag of slime, part of the message)
 WITHOUT_COUNTERPART = {
-    "--use-rollout-entropy": "entropies are of the training forward",
     "--ci-test": "write --ci-train-rollout-logprob-abs-diff-threshold 0.1",
     "--value-clip 0.2": "there is no critic",
     "--custom-megatron-before-train-step-hook-path a.b": (

@@ -54,6 +54,11 @@ def check_correction(arguments: Arguments) -> None:
     _check_old_policy(arguments)
     if policy.has_token_baseline:
         _check_token_baseline(arguments)
+    if policy.use_rollout_entropy and correction.use_rollout_logprobs:
+        raise ValueError(
+            "--use-rollout-entropy needs the pass for old log-probs, which --use-rollout-logprobs"
+            " leaves out; remove one of the two."
+        )
     if policy.has_token_rewards:
         _check_token_rewards(arguments)
     if policy.reject_before_advantage and correction.needs_advantages:

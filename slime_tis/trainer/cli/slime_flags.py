@@ -332,10 +332,6 @@ ADVICE: Mapping[str, str] = {
     "--rollout-data-transport": (
         "there is no Ray object store: rank 0 sends samples to the other ranks; remove it"
     ),
-    "--use-rollout-entropy": (
-        "entropies are of the training forward, as train/entropy_loss and in --dump-details; remove"
-        " it"
-    ),
     "--wandb-always-use-train-step": (
         "all metrics are logged by optimizer step already; remove it"
     ),

@@ -173,8 +173,9 @@ class TrainingEngine:
         source: RoutingRecord | None = None,
         replays_routing: bool = True,
         sums_squares: bool = False,
+        gives_entropy: bool = False,
     ) -> Tensor:
-        """Computes the log-probs [L] of response tokens, or [L, 2] with Σ_v π_v² as second column.
+        """Computes the log-probs [L] of response tokens, or columns [L, n] with further values.
 
         Args:
             batch: The samples of this rank.
@@ -182,14 +183,19 @@ class TrainingEngine:
             record: Receives the routing of this pass.
             source: Routing to replay, see `RoutingReplay.begin`.
             replays_routing: Whether the recorded experts are replayed.
-            sums_squares: Whether Σ_v π_v² is computed too.
+            sums_squares: Adds Σ_v π_v² as the last column.
+            gives_entropy: Adds the entropy as the second column.
 
         Returns:
             Values in the order of the samples; NaN except on the last pipeline stage.
         """
+        num_columns = 1 + gives_entropy + sums_squares
 
-        def columns(_: MicroBatch, log_probs_L: Tensor, __: Tensor, *squares: Tensor) -> Tensor:
-            return torch.stack([log_probs_L, *squares], 1) if squares else log_probs_L
+        def columns(_: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor, *rest: Tensor) -> Tensor:
+            if num_columns == 1:
+                return log_probs_L
+            entropies = [entropy_L] if gives_entropy else []
+            return torch.stack([log_probs_L, *entropies, *rest], 1)
 
         self.routing.begin(trains=False, replays=replays_routing, record=record, source=source)
         self._sums_squares = sums_squares
@@ -199,8 +205,8 @@ class TrainingEngine:
         lengths = batch.responses.lengths
         if not self.parallel.is_last_stage:
             shape = [sum(lengths)]
-            if sums_squares:
-                shape.append(2)
+            if num_columns > 1:
+                shape.append(num_columns)
             return torch.full(shape, math.nan, device=self.parallel.device)
         return in_sample_order(torch.cat(outputs), partition, lengths)
 
