@@ -30,6 +30,7 @@ EVALUATION_OPTIONS = (
     "n_samples_per_eval_prompt",
     "eval_temperature",
     "eval_top_p",
+    "eval_top_k",
     "eval_max_response_len",
 )
 """Options that define the held-out accuracy."""

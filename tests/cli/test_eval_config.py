@@ -41,6 +41,12 @@ def test_a_value_of_a_set_replaces_default_with_option(rollout):
     assert hard.stop == ("#",)
 
 
+def test_a_set_without_top_k_has_the_runs(rollout):
+    config = rollout(BY_NAME.replace('"top_k": 20, ', ""), "--eval-top-k 5 --eval-temperature 1")
+    (held_out,) = config.eval_sets
+    assert evaluation_sampling(config, held_out).top_k == 5
+
+
 def test_sets_may_be_a_mapping_in_json(rollout):
     (held_out,) = rollout(BY_NAME).eval_sets
     assert held_out.name == "easy"

@@ -45,6 +45,7 @@ REFUSALS = [
         "--use-rollout-entropy --custom-advantage-function-path a.py:f --use-rollout-logprobs",
         "needs the pass for old log-probs",
     ),
+    ("--eval-prompt-data eval.jsonl --eval-top-k 20", "--eval-top-k has no effect with"),
     # names
     ("--use-tiss", "did you mean --use-tis?"),
     ("--zzz", "is not a flag"),

@@ -107,7 +107,6 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--moe-aux-loss-coeff": ("0",),
     "--update-weight-mode": ("full",),
     "--lambd": ("1",),
-    "--eval-top-k": ("-1",),
     "--start-rollout-id": ("0",),
     "--accumulate-allreduce-grads-in-fp32": (),
     "--attention-softmax-in-fp32": (),
@@ -292,7 +291,11 @@ ADVICE: Mapping[str, str] = {
     "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix": (
         "use WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY or WANDB_RUN_ID"
     ),
-    "--async-save --no-save-optim --no-load-optim --no-load-rng --finetune --ckpt-*": (
+    "--async-save": (
+        "a checkpoint counts only when its files are written and checked, before the next rollout;"
+        " remove it"
+    ),
+    "--no-save-optim --no-load-optim --no-load-rng --finetune --ckpt-*": (
         "a checkpoint has weights, optimizer and data; to start from weights only, use"
         " --hf-checkpoint"
     ),

@@ -234,6 +234,8 @@ class RolloutConfig:
     """Temperature of evaluation; 0 is greedy."""
     eval_top_p: Annotated[float, Limits(gt=0, le=1)] = evaluation_option(1.0)
     """Nucleus probability of evaluation."""
+    eval_top_k: Annotated[int, Limits(ge=1, le=10_000_000, also=(-1,))] = evaluation_option(-1)
+    """Number of likeliest tokens in evaluation; -1 keeps all."""
     eval_max_response_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = evaluation_option(
         None
     )
@@ -359,6 +361,11 @@ def _check_evaluation(config: RolloutConfig) -> None:
     if config.eval_top_p != 1 and config.eval_temperature == 0:
         raise ValueError(
             "--eval-top-p has no effect with --eval-temperature 0; remove it, or raise the"
+            " temperature."
+        )
+    if config.eval_top_k != -1 and config.eval_temperature == 0:
+        raise ValueError(
+            "--eval-top-k has no effect with --eval-temperature 0; remove it, or raise the"
             " temperature."
         )
     if config.eval_config is not None and config.eval_prompt_data is not None:

@@ -67,6 +67,7 @@ def evaluation_sampling(config: RolloutConfig, held_out: EvalSet) -> Sampling:
         n_samples=config.n_samples_per_eval_prompt,
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,
+        top_k=config.eval_top_k,
         max_response_len=config.eval_max_response_len or config.rollout_max_response_len,
         stop_token_ids=config.rollout_stop_token_ids or (),
         stop=config.rollout_stop or (),
