@@ -313,7 +313,7 @@ def test_a_gradient_that_is_nan_raises_an_alarm(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "number"), [({}, 10), ({"log_all_metrics": True}, 46)], ids=["default", "all"]
+    ("options", "number"), [({}, 10), ({"log_all_metrics": True}, 47)], ids=["default", "all"]
 )
 def test_number_of_logged_metrics(options, number, tmp_path):
     rows = history(trainer(tmp_path, TIS, extra=options))
