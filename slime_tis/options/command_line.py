@@ -88,15 +88,18 @@ class Need:
 
     option: str
     value: str
-    """The required value; empty if any value except false, 0 and none is enough."""
+    """The required value, of a list one item; empty if any value except false, 0 and none is
+    enough."""
     suggested: bool
     """Whether --help and messages name the option."""
 
     def met_by(self, value: Any) -> bool:
         """Whether a value of the option meets the need."""
-        if self.value:
-            return str(value) == self.value
-        return bool(value)
+        if not self.value:
+            return bool(value)
+        if isinstance(value, tuple):
+            return self.value in value
+        return str(value) == self.value
 
     def __str__(self) -> str:
         """The flag with its value."""

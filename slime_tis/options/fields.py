@@ -65,17 +65,17 @@ class FieldType:
     """The annotation of a field."""
 
     kind: Any
-    """A Literal, bool, int, float, str, or a `tuple[X, ...]` of these."""
+    """A Literal, bool, int, float, str, or a `tuple[X, ...]` of one of these."""
     limits: Limits | None
     optional: bool
     """Whether None is allowed."""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a Literal, empty for other types."""
-        if get_origin(self.kind) is not Literal:
+        """The values of a Literal, or of a list's items; empty for other types."""
+        if get_origin(self.item) is not Literal:
             return ()
-        return get_args(self.kind)
+        return get_args(self.item)
 
     @property
     def is_list(self) -> bool:
@@ -92,8 +92,9 @@ class FieldType:
     def __str__(self) -> str:
         """The type in words: `a whole number, 1 to 4096`, `one of truncate, clip, mask`."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
-        text = NAMES[self.item]
+            text = "one of " + ", ".join(self.choices)
+        else:
+            text = NAMES[self.item]
         if self.is_list:
             text = f"a list, each {text}"
         if self.limits is not None:
@@ -173,9 +174,6 @@ def check_fields(config: object) -> None:
         value = getattr(config, name)
         if value is None and field.optional:
             continue
-        is_choice = isinstance(value, str) and value in field.choices
-        if field.choices and not is_choice:
-            raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field}.")
         items = (value,)
         if field.is_list:
             items = value
@@ -190,7 +188,10 @@ def flag(name: str) -> str:
 
 def _check_item(name: str, field: FieldType, item: Any) -> None:
     """Checks a value, or one item of a list."""
-    if not _has_type(item, field.item):
+    is_valid = _has_type(item, field.item)
+    if field.choices:
+        is_valid = isinstance(item, str) and item in field.choices
+    if not is_valid:
         raise ValueError(f"{flag(name)} is {quoted(item)} but must be {field}.")
     limits = field.limits
     if limits is not None and not limits.allow(item):

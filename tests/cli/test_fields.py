@@ -27,9 +27,9 @@ def sample_value(name):
     """A text for an option, and its value."""
     option = OPTIONS[name]
     if option.type.choices:
-        choice = option.type.choices[-1]
-        return choice, choice
-    text, value = SAMPLES[option.type.item]
+        text = value = option.type.choices[-1]
+    else:
+        text, value = SAMPLES[option.type.item]
     return text, (value,) if option.type.is_list else value
 
 
@@ -328,3 +328,17 @@ def test_help_shows_both_forms_of_a_switch_that_is_on():
     text = " ".join(build_parser().format_help().split())
     assert "--progress, --no-progress Progress bar, if stderr is a terminal. (default: on)" in text
     assert "--no-use-tis" not in text
+
+
+@pytest.mark.parametrize("switch", ["--use-wandb", "--report-to tensorboard wandb"])
+def test_an_item_of_a_list_meets_a_need(switch, base, monkeypatch):
+    monkeypatch.setattr("slime_tis.trainer.configs.loop._is_installed", lambda package: True)
+    got = configured(base + switch + " --wandb-group sort").reporting
+    assert "wandb" in got.destinations and got.wandb_group == "sort"
+
+
+def test_a_wrong_item_of_a_list_is_refused(base):
+    assert refusal(base + "--report-to wandb comet") == (
+        "--report-to is ['wandb', 'comet'] but must be a list, each one of tensorboard, wandb,"
+        " trackio, mlflow, prometheus."
+    )

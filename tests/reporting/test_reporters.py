@@ -1,5 +1,6 @@
 """What the reporters really write, read back by the programs that read it."""
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -14,6 +15,13 @@ from slime_tis.trainer.cli.file_checks import held_outputs
 from slime_tis.trainer.configs.loop import ReportingConfig
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.reporting.reporters import JsonLines, format_step, open_reporters
+from slime_tis.trainer.reporting.trackers import (
+    HIDDEN,
+    TRACKERS,
+    RunInfo,
+    Tracker,
+    without_secrets,
+)
 from tests.runs import free_port, largest_file
 
 METRICS = {
@@ -160,7 +168,101 @@ def test_prometheus_reads_the_last_values(tmp_path):
     open_reporters(replace(config, output_dir=str(tmp_path / "third")), {}, total_steps=2).close()
 
 
-def test_wandb_that_is_not_installed_is_one_message(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(ValueError, match="pip install wandb"):
-        ReportingConfig(use_wandb=True)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"use_wandb": True},
+            "--use-wandb is on but wandb is not installed; run pip install wandb.",
+        ),
+        (
+            {"report_to": ("trackio",)},
+            "--report-to has trackio but trackio is not installed; run pip install trackio.",
+        ),
+        (
+            {"report_to": ("tensorboard", "mlflow")},
+            "--report-to has mlflow but mlflow is not installed; run pip install mlflow.",
+        ),
+        (
+            {"prometheus_port": 9000},
+            "--prometheus-port is set but prometheus_client is not installed; run pip install"
+            " prometheus_client.",
+        ),
+    ],
+    ids=["wandb", "trackio", "mlflow", "prometheus"],
+)
+def test_a_package_that_is_missing_is_one_message(config, message, monkeypatch):
+    find = importlib.util.find_spec
+    installed = ("tensorboard",)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: find(name) if name in installed else None
+    )
+    with pytest.raises(ValueError) as error:
+        ReportingConfig(**config)
+    assert str(error.value) == message
+
+
+def test_a_directory_of_offline_runs_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "mlflow").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="run pip install mlflow"):
+        ReportingConfig(report_to=("mlflow",))
+
+
+def test_prometheus_needs_a_port():
+    with pytest.raises(ValueError, match="add --prometheus-port N"):
+        ReportingConfig(report_to=("prometheus",))
+
+
+def test_report_to_tensorboard_writes_events(tmp_path):
+    config = ReportingConfig(
+        output_dir=str(tmp_path), report_to=("tensorboard",), tb_project_name="sort"
+    )
+    reporter = open_reporters(config, {}, total_steps=1)
+    reporter.log({"x": 0.5}, 1)
+    reporter.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "sort")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_hidden"),
+    [
+        ("api_key", True),
+        ("OPENAI_API_KEY", True),
+        ("judge-password", True),
+        ("hf_token", True),
+        ("client_secret", True),
+        ("api_key_env", False),
+        ("rollout_stop_token_ids", False),
+        ("max_tokens_per_gpu", False),
+        ("reward_key", False),
+        ("tis_level", False),
+    ],
+)
+def test_names_of_secrets_are_known(name, is_hidden):
+    shown = without_secrets({name: "value"})
+    assert (shown[name] == HIDDEN) == is_hidden
+
+
+class FailingTracker:
+    """A tracker whose server is lost after the start."""
+
+    def __init__(self, config, run):
+        pass
+
+    def log(self, metrics, step):
+        raise ConnectionError("no route to host\nand a traceback")
+
+    close = log
+
+
+def test_a_tracker_that_fails_warns_once(monkeypatch, capsys):
+    monkeypatch.setitem(TRACKERS, "wandb", FailingTracker)
+    info = RunInfo(identity="0", directory=Path("runs"), options={})
+    tracker = Tracker("wandb", ReportingConfig(), info)
+    for step in (1, 2):
+        tracker.log({"x": 1.0}, step)
+    assert capsys.readouterr().err == (
+        "warning: wandb does not get all metrics: no route to host; metrics.jsonl has them.\n"
+    )

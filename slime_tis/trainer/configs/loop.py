@@ -1,4 +1,4 @@
-"""Options of the training loop and of reports: run directory, TensorBoard, Weights & Biases."""
+"""Options of the training loop and of reports: run directory, TensorBoard, trackers."""
 
 import dataclasses
 import importlib.util
@@ -18,6 +18,19 @@ debug_option = partial(option, group="debugging")
 reporting_option = partial(option, group="reporting")
 
 
+TENSORBOARD = ("--use-tensorboard", "--report-to=tensorboard")
+"""Flags that write TensorBoard's events."""
+WANDB = ("--use-wandb", "--report-to=wandb")
+"""Flags that report to Weights & Biases."""
+Destination = Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus"]
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "prometheus": "prometheus_client",
+}
+"""The package that a destination of --report-to needs."""
 MOST_SAMPLES = 1_048_576
 """Largest number of samples in a rollout: 4,096 prompts with 256 samples each."""
 
@@ -141,27 +154,30 @@ class ReportingConfig:
 
     output_dir: str = reporting_option("runs/latest", metavar="DIR")
     """Run directory."""
+    report_to: tuple[Destination, ...] | None = reporting_option(None)
+    """Where metrics go besides the console and metrics.jsonl; trackers read their keys and servers
+    from their own environment variables."""
+    tracker_project: str | None = reporting_option(
+        None, metavar="NAME", needs=("--report-to=trackio", "--report-to=mlflow")
+    )
+    """Project of Trackio, experiment of MLflow; unset: slime_tis."""
     use_tensorboard: bool = reporting_option(False)
-    """Write TensorBoard events to the run directory."""
-    tb_project_name: str | None = reporting_option(
-        None, metavar="NAME", needs=("--use-tensorboard",)
-    )
+    """Same as --report-to tensorboard, as in slime: events in the run directory."""
+    tb_project_name: str | None = reporting_option(None, metavar="NAME", needs=TENSORBOARD)
     """Sub-directory that groups runs."""
-    tb_experiment_name: str | None = reporting_option(
-        None, metavar="NAME", needs=("--use-tensorboard",)
-    )
+    tb_experiment_name: str | None = reporting_option(None, metavar="NAME", needs=TENSORBOARD)
     """Sub-directory that names the run."""
     use_wandb: bool = reporting_option(False)
-    """Log to Weights & Biases with the key in WANDB_API_KEY."""
-    wandb_project: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
+    """Same as --report-to wandb, as in slime: Weights & Biases with the key in WANDB_API_KEY."""
+    wandb_project: str | None = reporting_option(None, metavar="NAME", needs=WANDB)
     """Project; unset: slime_tis."""
-    wandb_group: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
+    wandb_group: str | None = reporting_option(None, metavar="NAME", needs=WANDB)
     """Group of the run."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = reporting_option(
-        None, needs=("--use-wandb",)
+        None, needs=WANDB
     )
     """Mode; unset: from the environment."""
-    wandb_dir: str | None = reporting_option(None, metavar="DIR", needs=("--use-wandb",))
+    wandb_dir: str | None = reporting_option(None, metavar="DIR", needs=WANDB)
     """Directory for files of Weights & Biases; unset: the run directory."""
     prometheus_port: Annotated[int | None, Limits(ge=1, le=65_535)] = reporting_option(None)
     """Port on 127.0.0.1 that serves the last step's metrics to Prometheus."""
@@ -177,13 +193,34 @@ class ReportingConfig:
                     f"{flag(name)} is {str(path)!r}, which leads out of the run directory; give a"
                     " plain name."
                 )
-        packages = {
-            "use_tensorboard": "tensorboard",
-            "use_wandb": "wandb",
-            "prometheus_port": "prometheus_client",
-        }
-        for name, package in packages.items():
-            if getattr(self, name) and importlib.util.find_spec(package) is None:
+        if "prometheus" in self.destinations and self.prometheus_port is None:
+            raise ValueError(
+                "--report-to has prometheus but no port is given; add --prometheus-port N."
+            )
+        for name, given in self.destinations.items():
+            package = PACKAGES[name]
+            if not _is_installed(package):
                 raise ValueError(
-                    f"{flag(name)} is on but {package} is not installed; run pip install {package}."
+                    f"{given} but {package} is not installed; run pip install {package}."
                 )
+
+    @property
+    def destinations(self) -> dict[str, str]:
+        """The values of --report-to with those of slime's flags, and how the user gave them."""
+        given = {}
+        if self.use_tensorboard:
+            given["tensorboard"] = "--use-tensorboard is on"
+        if self.use_wandb:
+            given["wandb"] = "--use-wandb is on"
+        if self.prometheus_port is not None:
+            given["prometheus"] = "--prometheus-port is set"
+        for name in self.report_to or ():
+            given[name] = f"--report-to has {name}"
+        return given
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    spec = importlib.util.find_spec(package)
+    # A directory without Python code is a package, too: offline runs of W&B make one named wandb.
+    return spec is not None and spec.origin is not None

@@ -1,1 +1,1 @@
-"""Reports of a run: console, JSONL, TensorBoard and Weights & Biases."""
+"""Reports of a run: console, JSONL, TensorBoard, Prometheus and experiment trackers."""

@@ -1,4 +1,4 @@
-"""Wall times of a step, and reporters: console, JSONL, TensorBoard, W&B and Prometheus."""
+"""Wall times of a step, and reporters: console, JSONL, TensorBoard, Prometheus and trackers."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from slime_tis.atomic_files import METRICS, metrics_before, write_atomically
 from slime_tis.health import METRIC_PREFIXES
 from slime_tis.trainer.configs.loop import ReportingConfig
 from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_directory
+from slime_tis.trainer.reporting.trackers import TRACKERS, RunInfo, Tracker, without_secrets
 
 
 def _decimal(value: float) -> str:
@@ -162,31 +164,6 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """Scalars to Weights & Biases, with the key in WANDB_API_KEY."""
-
-    def __init__(
-        self, config: ReportingConfig, directory: Path, effective_config: Mapping[str, Any]
-    ) -> None:
-        import wandb  # an optional package
-
-        self._run = wandb.init(
-            project=config.wandb_project or "slime_tis",
-            group=config.wandb_group,
-            mode=config.wandb_mode,
-            dir=config.wandb_dir or str(directory),
-            config=dict(effective_config),
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Sends the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Uploads pending metrics and ends the run."""
-        self._run.finish()
-
-
 class Prometheus:
     """An endpoint http://127.0.0.1:PORT/metrics with the last value of every metric, as gauges."""
 
@@ -234,24 +211,32 @@ def open_reporters(
 
     Args:
         config: The reporters and their destinations.
-        effective_config: Plain values, written as config.yaml and sent to W&B.
+        effective_config: Plain values, written as config.yaml, and sent to trackers without
+            secrets.
         total_steps: Steps of the complete run.
         resume_step: First step that will be logged; rows at and after it are deleted.
         evaluates_again: Whether the run repeats the evaluation of the previous step.
         run: Identity of the run; None makes one.
     """
     directory = prepare_run_directory(config.output_dir, effective_config, resume_step, run)
+    destinations = config.destinations
     reporters: list[Reporter] = [
         JsonLines(directory / METRICS, resume_step, evaluates_again=evaluates_again),
         Console(total_steps, resume_step, config.progress),
     ]
-    if config.use_tensorboard:
+    if "tensorboard" in destinations:
         names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]
         reporters.append(TensorBoard(directory.joinpath(TENSORBOARD, *names), resume_step))
-    if config.use_wandb:
-        reporters.append(WandB(config, directory, effective_config))
     if config.prometheus_port is not None:
         reporters.append(Prometheus(config.prometheus_port))
+    info = RunInfo(
+        identity=run or uuid.uuid4().hex,
+        directory=directory,
+        options=without_secrets(effective_config),
+    )
+    for name in TRACKERS:
+        if name in destinations:
+            reporters.append(Tracker(name, config, info))
     return Reporters(reporters)
 
 
