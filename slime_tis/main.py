@@ -161,14 +161,9 @@ def _port(chosen: argparse.Namespace) -> int:
 
 def _diagnose(chosen: argparse.Namespace) -> int:
     """Runs `slime-tis diagnose`; returns its exit status: 1 if a limit of --fail-on is exceeded."""
+    scores_again = chosen.hf_checkpoint or chosen.other_checkpoint or chosen.device
     if chosen.demo:
-        if (
-            chosen.json
-            or chosen.compare
-            or chosen.fail_on
-            or chosen.hf_checkpoint
-            or chosen.other_checkpoint
-        ):
+        if chosen.json or chosen.compare or chosen.fail_on or scores_again:
             raise ValueError("error: --demo takes a directory and no other option.")
         from slime_tis.demo.demo_commands import diagnosis_demo
 
@@ -177,7 +172,7 @@ def _diagnose(chosen: argparse.Namespace) -> int:
     if (chosen.path is None) == (chosen.compare is None):
         raise ValueError("error: give a run or a dump, --compare with two of them, or --demo.")
     if chosen.compare:
-        if chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
+        if chosen.fail_on or scores_again:
             raise ValueError("error: --compare takes no other option than --json.")
         from slime_tis.analysis.report.report_commands import comparison
 
@@ -185,7 +180,11 @@ def _diagnose(chosen: argparse.Namespace) -> int:
         return 0
     from slime_tis.analysis.report.report_commands import LimitExceeded, diagnosis
 
-    options = {"hf_checkpoint": chosen.hf_checkpoint, "other_checkpoints": chosen.other_checkpoint}
+    options = {
+        "hf_checkpoint": chosen.hf_checkpoint,
+        "other_checkpoints": chosen.other_checkpoint,
+        "device": chosen.device,
+    }
     try:
         print(diagnosis(chosen.path, **options, as_json=chosen.json, fail_on=chosen.fail_on))
     except LimitExceeded as error:
@@ -193,6 +192,37 @@ def _diagnose(chosen: argparse.Namespace) -> int:
         print(f"--fail-on: {error}.", file=sys.stderr)
         return 1
     return 0
+
+
+def _add_diagnose_options(add: Callable[..., object], dumps: str) -> None:
+    """Adds the options of `slime-tis diagnose`.
+
+    Args:
+        add: Adds an argument to its parser.
+        dumps: Help on RUN_OR_DUMP.
+    """
+    add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
+    demo = (
+        "plant a fault in a tiny model, in the new directory RUN_OR_DUMP (default"
+        " slime-tis-diagnosis), and find it"
+    )
+    add("--demo", action="store_true", help=demo)
+    model = "model that scores samples again in fp32: names the wrong engine and proves the cause"
+    add("--hf-checkpoint", default="", metavar="DIR", help=model)
+    other = (
+        "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
+    )
+    add("--other-checkpoint", action="append", default=[], metavar="DIR", help=other)
+    device = "device of torch that scores again, such as cuda:0 (default cpu)"
+    add("--device", default="", metavar="DEVICE", help=device)
+    add("--json", action="store_true", help="print JSON")
+    two = "name the differences between two: options, precisions, size and cause of the mismatch"
+    add("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
+    limits = (
+        "exit with status 1 if a limit is exceeded or cannot be checked: k3=X,"
+        " abs=X (mean abs(Δ)), cause (any but healthy)"
+    )
+    add("--fail-on", default="", metavar="LIMITS", help=limits)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -261,26 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hf-checkpoint", default="", metavar="DIR", help="directory or ORG/NAME of the tokenizer")
 
     add = command("diagnose", "name the causes of the mismatch between training and rollout")
-    add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
-    demo = (
-        "plant a fault in a tiny model, in the new directory RUN_OR_DUMP (default"
-        " slime-tis-diagnosis), and find it"
-    )
-    add("--demo", action="store_true", help=demo)
-    model = "model that scores samples again in fp32: names the wrong engine and proves the cause"
-    add("--hf-checkpoint", default="", metavar="DIR", help=model)
-    other = (
-        "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
-    )
-    add("--other-checkpoint", action="append", default=[], metavar="DIR", help=other)
-    add("--json", action="store_true", help="print JSON")
-    two = "name the differences between two: options, precisions, size and cause of the mismatch"
-    add("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
-    limits = (
-        "exit with status 1 if a limit is exceeded or cannot be checked: k3=X,"
-        " abs=X (mean abs(Δ)), cause (any but healthy)"
-    )
-    add("--fail-on", default="", metavar="LIMITS", help=limits)
+    _add_diagnose_options(add, dumps)
 
     add = command(
         "recommend", "print the correction that the comparison study supports for a mismatch"

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import Module
 from tqdm import tqdm
 
-from slime_tis.analysis.diagnosis.diagnose import CAUSES, MIN_CERTAIN_CONFIDENCE, diagnose
+from slime_tis.analysis.diagnosis.causes import CAUSES
+from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagnose
 from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.diagnosis.rescore import load_model
 from slime_tis.analysis.diagnosis.top_tokens import Position, TopTokens, compare_top_tokens
@@ -280,18 +281,15 @@ class EngineCheck:
             return None
         title = finding.title
         if top is not None and top.cause:
-            title = CAUSES[top.cause][0]
+            title = CAUSES[top.cause].title
         sentence = f"The likely cause: {title}."
         is_proven = is_shown
         engine = ""
         checkpoint = Path(self.learner.engine.config.hf_checkpoint)
         size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
         if size <= MAX_PROVEN_BYTES:
-            answers = table
-            if diagnosis.server:
-                answers = table.of_worker(diagnosis.server)
             try:
-                _, proof = prove(answers, str(checkpoint))
+                _, proof = prove(diagnosis.rest or table, str(checkpoint))
             # A check that fails must not end the run.
             except Exception as error:
                 sentence = f"{sentence} Scoring again failed: {first_line(error)}"

@@ -9,6 +9,7 @@ they model an engine. `tests/diagnosis/test_proof.py` plants faults with transfo
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def read(tokens: list[int], response: int) -> Input:
 
 
 def next_logits(
-    model: Any, fault: Hypothesis, value: float, sample: Input, before: Input
+    model: Any, fault: Hypothesis, value: float, sample: Input, before: Sequence[Input]
 ) -> torch.Tensor:
     """Logits [1, V] of the last token of the sample, which the engine has not read."""
     seen = sample if fault.inputs is None else fault.inputs(sample, value, before)
@@ -116,7 +117,7 @@ def dump(model: Any, prompts: list[list[int]], fault: Hypothesis, value: float) 
             before = read(samples[-1], RESPONSE) if samples else read([*prompt, 0], 1)
             for t in range(RESPONSE):
                 scores = next_logits(
-                    model, fault, value, read([*tokens, 0], t + 1), before
+                    model, fault, value, read([*tokens, 0], t + 1), [before]
                 ).log_softmax(-1)[0]
                 tokens.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
                 log_probs.append(scores[tokens[-1]])

@@ -172,6 +172,40 @@ def cached(cache: DynamicCache, model: Any, tokens: torch.Tensor) -> Rows:
     return log_probs(torch.cat(steps, 1)[:, PROMPT - 1 : -1], tokens)
 
 
+def scaled_attention(model: Any, tokens: torch.Tensor) -> Rows:
+    other = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for layer in other.model.layers:
+            # Queries times a factor are scores times a factor.
+            layer.self_attn.q_proj.weight.mul_(1.2)
+    return log_probs(logits_of(other, tokens), tokens)
+
+
+def argmax(model: Any, tokens: torch.Tensor) -> Rows:
+    return logits_of(model, tokens).log_softmax(-1).max(-1).values
+
+
+def packs_of_four(model: Any, tokens: torch.Tensor) -> Rows:
+    """Every fourth sample begins a pack, and the others attend to the samples before them."""
+    rows = []
+    for i in range(SAMPLES):
+        start = i - i % 4
+        pack = tokens[start : i + 1].reshape(1, -1)
+        ids = torch.arange(PROMPT + RESPONSE).repeat(1, i - start + 1)
+        options = {"position_ids": ids, "attention_mask": torch.ones_like(pack)}
+        logits = logits_of(model, pack, **options)
+        rows.append(log_probs(logits, tokens[i : i + 1]))
+    return torch.cat(rows)
+
+
+def chunked(model: Any, tokens: torch.Tensor) -> Rows:
+    """The prompt in two chunks of which the second one does not see the first."""
+    mask = torch.ones(PROMPT + RESPONSE, PROMPT + RESPONSE, dtype=torch.bool).tril()
+    mask[4:PROMPT, :4] = False
+    masks = torch.where(mask, 0.0, -1e30).expand(SAMPLES, 1, -1, -1)
+    return log_probs(logits_of(model, tokens, attention_mask=masks), tokens)
+
+
 def reported(change: Callable[[Rows], Rows]) -> Engine:
     return lambda m, t: change(log_probs(logits_of(m, t), t))
 
@@ -218,6 +252,11 @@ PLANTED: dict[str, tuple[Engine, str, float | None]] = {
     "packed": (packed, "packed neighbor", None),
     "fp8 cache": (lambda m, t: cached(Fp8(), m, t), "fp8 KV cache", None),
     "epsilon": (configured(rms_norm_eps=1e-2), "norm epsilon", 1e-2),
+    "attention scale": (scaled_attention, "attention scale", 1.2),
+    "argmax": (argmax, "argmax", None),
+    "packs": (packs_of_four, "pack", 4.0),
+    "chunks": (chunked, "chunks", 4.0),
+    "factor": (reported(lambda x: x / 0.7), "factor", 1 / 0.7),
     "log base": (reported(lambda x: x / np.log(2)), "log base", 2.0),
     "clamped": (reported(lambda x: x.clamp_min(-1.3)), "clamped", -1.3),
     "exchanged": (reported(lambda x: x.roll(2, 0)), "exchanged", -2.0),
@@ -258,6 +297,36 @@ def test_a_planted_fault_is_named_with_its_parameter(fault: str, model: Any, pat
     assert proof.is_proven
     assert best.interval[0] <= best.share <= best.interval[1] <= 1.0
     assert value is None or best.value == pytest.approx(value, rel=0.02)
+
+
+def test_a_placeholder_of_the_end_token_is_named(model: Any) -> None:
+    exact = dump(model, reported(lambda x: x))
+    assert exact.token is not None
+    ids, counts = np.unique(exact.token, return_counts=True)
+    end = int(ids[counts.argmax()])
+    rollout = np.where(exact.token == end, np.float32(0), exact.rollout_log_prob)
+    other = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
+    other.config.eos_token_id = end
+    _, proof = explain_disagreement(other, replace(exact, rollout_log_prob=rollout))
+    assert proof.explanations[0].name == "end placeholder"
+    assert proof.causes == ("placeholder_log_prob",)
+
+
+def test_padding_rows_in_the_softmax_are_named(model: Any) -> None:
+    flat = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        # The likeliest logits of the steep model hide rows of zeros.
+        flat.lm_head.weight.mul_(0.2)
+
+    def engine(scorer: Any, tokens: torch.Tensor) -> Rows:
+        logits = logits_of(scorer, tokens)
+        rows = torch.zeros(*logits.shape[:2], 100)
+        return log_probs(torch.cat([logits, rows], 2), tokens)
+
+    _, proof = explain_disagreement(flat, dump(flat, engine))
+    best = proof.explanations[0]
+    assert (best.name, proof.is_proven) == ("padded vocabulary", True), proof.sentence
+    assert best.value == pytest.approx(100, abs=1)
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,54 @@ def test_an_old_layer_is_named(start: Path, earlier: Path, old_weights: Weights)
     assert (proof.is_proven, proof.causes) == (True, ("weights_not_updated",)), proof.sentence
 
 
+def test_an_old_shard_is_named(start: Path, earlier: Path, old_weights: Weights) -> None:
+    weights = loaded(start).state_dict()
+    for name, old in old_weights.items():
+        if old.dim() != 2:
+            continue
+        if "o_proj" in name or "down_proj" in name:
+            half = old.shape[1] // 2
+            weights[name] = torch.cat([weights[name][:, :half], old[:, half:]], 1)
+        else:
+            half = old.shape[0] // 2
+            weights[name] = torch.cat([weights[name][:half], old[half:]])
+    table = dump(loaded(start), engine(start, weights))
+    _, proof = prove(table, str(start), [str(earlier)])
+    assert "shard of" in proof.explanations[0].name
+    assert (proof.is_proven, proof.causes) == (True, ("weights_not_updated",)), proof.sentence
+
+
+def test_an_old_half_of_a_tensor_is_named(start: Path, earlier: Path, old_weights: Weights) -> None:
+    own = loaded(start).state_dict()[TENSOR]
+    half = len(own) // 2
+    weights = {TENSOR: torch.cat([old_weights[TENSOR][:half], own[half:]])}
+    table = dump(loaded(start), engine(start, weights))
+    _, proof = prove(table, str(start), [str(earlier)])
+    assert proof.explanations[0].name.startswith(f"half of {TENSOR}")
+    assert (proof.is_proven, proof.causes) == (True, ("weights_not_updated",)), proof.sentence
+
+
+def test_a_tied_output_layer_that_stays_old_is_named(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    old = loaded(path)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        embedding = old.get_input_embeddings().weight
+        noise = torch.randn(embedding.shape, generator=generator)
+        embedding.add_(0.2 * embedding.abs().mean() * noise)
+    old.save_pretrained(tmp_path / "old")
+
+    def stale_head(model: Any, tokens: torch.Tensor) -> Rows:
+        with torch.inference_mode():
+            hidden = model.model(tokens).last_hidden_state[:, -RESPONSE - 1 : -1]
+            return log_probs(hidden @ old.get_output_embeddings().weight.T, tokens)
+
+    table = dump(loaded(path), stale_head)
+    _, proof = prove(table, str(path), [str(tmp_path / "old")])
+    assert "tied output" in proof.explanations[0].name
+    assert (proof.is_proven, proof.causes) == (True, ("weights_not_updated",)), proof.sentence
+
+
 def test_weights_between_two_steps_are_named(
     start: Path, earlier: Path, old_weights: Weights
 ) -> None:

@@ -7,12 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_tis.analysis.diagnosis.rescore import HfScorer, load_model, rescore
+from slime_tis.analysis.diagnosis import rescore as rescore_module
+from slime_tis.analysis.diagnosis.rescore import (
+    HfScorer,
+    check_memory,
+    load_model,
+    parameter_count,
+    rescore,
+)
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.main import main
 from tests.checkpoints import make_checkpoint
-from tests.diagnosis.test_proof import RESPONSE, dump, log_probs, logits_of
+from tests.diagnosis.test_proof import PROMPT, RESPONSE, dump, log_probs, logits_of
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,58 @@ def test_masked_tokens_are_ignored(model: Path, exact: TokenTable) -> None:
     assert (result.tokens, result.verdict) == (27, "both engines are close to fp32")
 
 
+def test_the_largest_mismatches_are_scored(model: Path, exact: TokenTable) -> None:
+    """One sample of eight is wrong, and it is the last one of its step."""
+    rollout = exact.rollout_log_prob.copy()
+    rollout[3 * RESPONSE : 4 * RESPONSE] -= 1
+    table = replace(exact, rollout_log_prob=rollout, step=np.zeros(8, np.int32))
+    result = rescore(table, HfScorer(load_model(str(model))))
+    assert result.rollout_error == pytest.approx(1 / 6, abs=1e-4)
+
+
+def test_samples_of_different_prompts_come_first(model: Path, exact: TokenTable) -> None:
+    assert exact.prompt is not None
+    prompts = (exact.prompt[0],) * 7 + (exact.prompt[7],)
+    rollout = exact.rollout_log_prob.copy()
+    rollout[7 * RESPONSE :] -= 0.5
+    rollout[: 7 * RESPONSE] -= 1
+    table = replace(exact, rollout_log_prob=rollout, prompt=prompts, step=np.zeros(8, np.int32))
+    result = rescore(table, HfScorer(load_model(str(model))))
+    # Five samples of the first prompt and the one of the second.
+    errors = np.abs(table.rollout_log_prob - exact.rollout_log_prob).reshape(8, -1).mean(1)
+    assert errors.tolist() == pytest.approx([1] * 7 + [0.5])
+    assert result.samples == 6
+
+
+def test_a_long_response_is_cut(
+    model: Path, exact: TokenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescore_module, "MAX_TOKENS", PROMPT + 4)
+    monkeypatch.setattr(rescore_module, "MIN_RESPONSE", 4)
+    result = rescore(exact, HfScorer(load_model(str(model))))
+    assert (result.samples, result.tokens) == (4, 4 * 4)
+    assert result.train_error < 1e-4
+
+
+def test_parameters_are_counted_without_loading(model: Path) -> None:
+    expected = sum(weight.numel() for weight in load_model(str(model)).state_dict().values())
+    assert parameter_count(str(model)) == expected
+
+
+def test_models_larger_than_memory_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescore_module, "parameter_count", lambda _: 10**15)
+    with pytest.raises(ValueError, match=r"needs about 7450580\.6 GiB for the models, and cpu has"):
+        check_memory([str(model)], "cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda:97", "gpu", "mps", "meta"])
+def test_an_absent_device_is_refused(device: str, model: Path) -> None:
+    with pytest.raises(ValueError, match=f"--device is '{device}' but must be cpu"):
+        check_memory([str(model)], device)
+
+
 def without_prompts(table: TokenTable) -> TokenTable:
     return replace(table, prompt=None)
 
@@ -96,9 +155,7 @@ def with_token_offset(table: TokenTable, offset: int) -> TokenTable:
         pytest.param(
             lambda table: with_token_offset(table, -1000), "the dump has token id -", id="negative"
         ),
-        pytest.param(
-            lambda table: table.select([]), "no sample of the dump has log-probs", id="empty"
-        ),
+        pytest.param(lambda table: table.select([]), "this one has no trained token", id="empty"),
     ],
 )
 def test_a_bad_dump_is_refused_with_one_line(

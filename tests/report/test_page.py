@@ -171,7 +171,7 @@ def test_one_recommendation_is_on_the_page(data):
     assert data["recommendation"]
     assert "Recommended" not in elsewhere
     flags = ("--use-opsm", "--rollout-pull-coef", "--use-rollout-logprobs", "--use-tis")
-    advice = " ".join(fix for _, fix in CAUSES.values())
+    advice = " ".join(cause.fix for cause in CAUSES.values())
     assert not any(flag in advice for flag in flags)
 
 

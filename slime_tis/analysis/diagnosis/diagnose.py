@@ -1,13 +1,15 @@
 """The causes of a mismatch, ranked from a table of tokens and the metrics of a run."""
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from slime_tis.analysis.diagnosis import pattern_rules, token_rules
+from slime_tis.analysis.diagnosis.causes import CAUSES
+from slime_tis.analysis.diagnosis.concentration import affected, concentration
 from slime_tis.analysis.diagnosis.metric_rules import (
     CERTAIN,
     MIN_NAMED_CONFIDENCE,
@@ -17,176 +19,27 @@ from slime_tis.analysis.diagnosis.metric_rules import (
     run_statistics,
 )
 from slime_tis.analysis.diagnosis.proof import Proof
-from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, Mask, Tokens, tokens_of
+from slime_tis.analysis.diagnosis.trained_tokens import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    Mask,
+    Tokens,
+    tokens_of,
+)
 from slime_tis.analysis.diagnosis.weight_rules import sampled_distribution
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import one_line
 from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, evaluate
 
-CAUSES: dict[str, tuple[str, str]] = {
-    "shifted_tokens": (
-        "tokens shifted against their log-probs",
-        (
-            "Compare how both engines index log-probs: log_probs[t] must belong to token t given"
-            " the tokens before it. A shift by one usually means a missing or doubled first token"
-            " (BOS), or logits that were not moved by one."
-        ),
-    ),
-    "other_prompt": (
-        "different prompt or chat template",
-        (
-            "Print the prompt's token ids in both engines: they condition on different prompts. Use"
-            " one chat template and one system prompt, and send token ids instead of text."
-        ),
-    ),
-    "temperature": (
-        "log-probs at a different temperature",
-        (
-            "Score and sample at the same temperature: divide the training logits by"
-            " --rollout-temperature, or ask the rollout engine for log-probs after temperature"
-            " scaling."
-        ),
-    ),
-    "truncated_sampling": (
-        "top-p or top-k truncation",
-        (
-            "Sample with top-p 1 and without top-k, or record the allowed token sets and train over"
-            " them."
-        ),
-    ),
-    "stale_weights": (
-        "stale weights",
-        (
-            "Sample with newer weights (--update-weights-interval 1, a smaller --rollout-lookahead,"
-            " --max-weight-staleness), or correct for the age: `slime-tis recommend` names the"
-            " correction for a dump."
-        ),
-    ),
-    "weights_not_updated": (
-        "weights not updated or only partly updated",
-        (
-            "Compare the weights of both engines with --check-weight-sync. Tensors are skipped,"
-            " sent under a name that the engine ignores, or rounded away (--weight-update-rounding"
-            " stochastic)."
-        ),
-    ),
-    "worker": (
-        "one rollout server differs from the others",
-        (
-            "Restart this server or remove it. Compare its version, flags, weights and prefix cache"
-            " with the other servers'."
-        ),
-    ),
-    "rounding": (
-        "precision of the engines",
-        (
-            "Low precision makes noise of this size; `slime-tis recommend` says for a dump whether"
-            " and how to correct it. To remove it, raise the rollout's precision, or train in fp16"
-            " or in the rollout's precision."
-        ),
-    ),
-    "broken_tokens": (
-        "a few broken tokens",
-        (
-            "Look at these tokens in the report: NaN, infinite or absurd log-probs point to a"
-            " faulty kernel. Reject their sequences (--rs-veto-threshold) until the engine is"
-            " fixed."
-        ),
-    ),
-    "position_drift": (
-        "mismatch that grows with position",
-        (
-            "Compare settings that depend on position: rope_theta and rope scaling, the sliding"
-            " window, KV cache precision, context parallelism. Answers that start with the same"
-            " template look the same."
-        ),
-    ),
-    "moe_routing": (
-        "different expert routing",
-        (
-            "Replay the rollout's experts in training (--use-rollout-routing-replay), and keep"
-            " routers in fp32 in both engines."
-        ),
-    ),
-    "retokenised": (
-        "retokenized text",
-        (
-            "Train on the sampled token ids: decoding and encoding again merges tokens differently."
-            " Pass token ids through tools and chat templates (token-in, token-out)."
-        ),
-    ),
-    "mask_mistake": (
-        "trained tokens that the policy did not sample",
-        (
-            "Set loss_mask to 0 on tool output, padding and all other tokens without a rollout"
-            " log-prob; these tokens have a placeholder value."
-        ),
-    ),
-    "penalty": (
-        "penalty in the sampler or bias of its logits",
-        (
-            "Switch off penalties, logit bias, banned tokens and minimum lengths, or ask the"
-            " rollout engine for log-probs before them: training cannot reproduce them."
-        ),
-    ),
-    "attention_mask": (
-        "attention to padding or to other samples",
-        (
-            "Check the masks: padding is masked, and packed samples are separated (cu_seqlens or"
-            " position ids)."
-        ),
-    ),
-    "stale_cache": (
-        "cached prompts of older weights",
-        (
-            "Flush the prefix cache after each weight update (SGLang: flush_cache), before the next"
-            " request."
-        ),
-    ),
-    "other_model": (
-        "log-probs of another model",
-        (
-            "Ask for the target model's log-probs: a draft model of speculative decoding must not"
-            " report its own."
-        ),
-    ),
-    "dropout": (
-        "dropout or unstable kernels",
-        (
-            "Set attention and hidden dropout to 0, or score in eval mode; else choose"
-            " deterministic kernels."
-        ),
-    ),
-    "unexplained": (
-        "a mismatch without a pattern of one cause",
-        (
-            "Compare the two engines on one prompt, with --hf-checkpoint as the reference: model,"
-            " tokenizer, weights."
-        ),
-    ),
-    "broken_metrics": (
-        "metrics that are not finite or impossible",
-        (
-            "Look at the first such step: log-probs of one engine are NaN or infinite there, or the"
-            " log is damaged or has another metric under this name. These values are left out of"
-            " everything else."
-        ),
-    ),
-    "not_measured": (
-        "the mismatch was not measured",
-        (
-            "Log a mismatch metric in every step, or write a dump of both engines' log-probs"
-            " (docs/dumps.md)."
-        ),
-    ),
-    "healthy": ("healthy", "Nothing to change."),
-}
-"""Title and fix by cause."""
-
 MIN_NAMED_SHARE = 0.8
 """Smallest share that a cause without a proof must explain when samples are scored again; otherwise
 the answer is `unexplained`. On the first generator of the study, right causes explain 86 % or more
 and wrong ones 78 % or less."""
+MIN_UNTESTED_CONFIDENCE = 0.85
+"""Smallest confidence of a rule's finding that is named before `unexplained` although a proof
+failed, if no hypothesis describes its cause."""
+MIN_TESTED_SHARE = 0.1
+"""A cause whose best hypothesis removes a smaller share of the mismatch is refuted."""
 MIN_CERTAIN_CONFIDENCE = 0.9
 """Below this confidence a finding names the command that proves it."""
 PROOF = (
@@ -216,6 +69,14 @@ class Diagnosis:
     """Number of samples."""
     mean_abs_log_ratio: float
     """Mean abs(Δ) of tokens with finite log-probs, nats; NaN without tokens."""
+    concentration: str = ""
+    """Which samples carry the mismatch, as a sentence."""
+    rest: TokenTable | None = None
+    """The samples to score again: those of the server that differs, if one does. Tokens that
+    certain findings explain, and those of samples without a mismatch, are masked. None without
+    tokens."""
+    rest_share: float = 1.0
+    """Share of the mismatch that certain findings leave."""
 
     @property
     def cause(self) -> str:
@@ -239,6 +100,7 @@ class Diagnosis:
     def as_json(self) -> dict[str, Any]:
         """Plain values for JSON."""
         values = dict(vars(self))
+        del values["rest"]
         values["findings"] = [
             asdict(finding) | {"score": finding.score} for finding in self.findings
         ]
@@ -260,8 +122,9 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     """
     if table is None or not (table.loss_mask > 0).any():
         return _diagnose_metrics(metrics)
+    table = table.sampled(MAX_TOKENS)
     tokens = tokens_of(table)
-    findings = findings_of(tokens)
+    findings, is_certain = findings_of(tokens)
     causes = {finding.cause for finding in findings}
     for finding in evaluate(RUN_RULES, run_statistics(metrics)).values():
         if finding is not None and finding.cause not in causes:
@@ -271,15 +134,32 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     if len(finite):
         mean = float(np.abs(finite.log_ratio).mean())
     fact = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
-    ranked = _ranked(findings, Finding("healthy", (fact,), 0.9))
+    otherwise = Finding("healthy", (fact,), 0.9)
+    # "not <": without a finite Δ the mean is NaN.
+    if not mean < NEGLIGIBLE_DIFFERENCE:
+        otherwise = Finding("unexplained", (fact,), 0.9)
+    ranked = _ranked(findings, otherwise)
     if ranked[0].cause == "unexplained":
         distribution = sampled_distribution(tokens)
         if distribution:
             first = replace(ranked[0], evidence=(distribution, *ranked[0].evidence))
             ranked = (first, *ranked[1:])
-    return Diagnosis(
-        findings=ranked, tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean
+    result = Diagnosis(
+        findings=ranked,
+        tokens=len(tokens),
+        samples=len(table),
+        mean_abs_log_ratio=mean,
+        concentration=concentration(tokens),
+        rest_share=float(tokens.size[~is_certain].sum() / max(tokens.size.sum(), 1e-12)),
     )
+    mask = table.loss_mask.copy()
+    trained = np.flatnonzero(mask > 0)
+    mask[trained[is_certain | ~affected(tokens)]] = 0
+    rest = replace(table, loss_mask=mask)
+    if result.server:
+        # Samples from other servers would hide the cause.
+        rest = rest.of_worker(result.server)
+    return replace(result, rest=rest)
 
 
 def _diagnose_metrics(metrics: Sequence[Mapping[str, Any]]) -> Diagnosis:
@@ -293,11 +173,17 @@ def _diagnose_metrics(metrics: Sequence[Mapping[str, Any]]) -> Diagnosis:
 
 
 def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
-    """Returns the diagnosis with the result of scoring again first.
+    """Returns the diagnosis with the result of scoring the rest again.
 
-    If scoring again settles the cause, the rules' findings are dropped. A cause that explains less
-    than MIN_NAMED_SHARE of the mismatch, and patterns that no hypothesis repeats, are candidates
-    after `unexplained`.
+    Findings of the rules are the prior, and the proof is the evidence:
+
+    - A certain finding stays. Its tokens were not scored again.
+    - A proven cause replaces all other findings.
+    - Otherwise a cause whose hypotheses remove nothing is refuted. A cause that no hypothesis
+      describes keeps its confidence.
+
+    A cause that explains less than MIN_NAMED_SHARE of the mismatch is a candidate after
+    `unexplained`.
     """
     if not proof.hypotheses and not proof.causes:
         return diagnosis
@@ -309,61 +195,121 @@ def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
         confidence = 0.9
     else:
         confidence = share
-    proven = []
-    if not is_settled and share < MIN_NAMED_SHARE:
-        proven.append(Finding("unexplained", (proof.sentence,), MIN_CERTAIN_CONFIDENCE, 1 - share))
+    scored = []
     for cause in proof.causes:
-        proven.append(Finding(cause, (proof.sentence,), confidence, share))
-    findings = [finding for finding in diagnosis.findings if finding.cause == "worker"]
-    findings += [_described(finding) for finding in proven]
-    if not is_settled:
-        replaced = {"worker", "unexplained", "healthy", *proof.causes}
-        for finding in diagnosis.findings:
-            if finding.cause not in replaced and finding.confidence >= CERTAIN:
-                findings.append(finding)
-    return replace(diagnosis, findings=tuple(findings))
+        own_share = share * diagnosis.rest_share
+        scored.append(Finding(cause, (proof.sentence,), confidence, own_share))
+    others = [finding for finding in diagnosis.findings if finding.cause not in proof.causes]
+    if is_settled:
+        certain = [finding for finding in others if _is_certain(finding)]
+        ranked = sorted([*certain, *scored], key=lambda finding: -finding.score)
+        return _with_findings(diagnosis, ranked)
+    named, candidates = _not_refuted(others, proof.tested)
+    remaining = (1 - share) * diagnosis.rest_share
+    if share < MIN_NAMED_SHARE and not (named and remaining < MIN_SHARE):
+        fact = (proof.sentence,)
+        named.append(Finding("unexplained", fact, MIN_CERTAIN_CONFIDENCE, remaining))
+    return _with_findings(diagnosis, [*named, *scored, *candidates])
 
 
-def findings_of(tokens: Tokens) -> list[Finding]:
-    """Returns all findings of the rules on tokens, unordered."""
+def _not_refuted(
+    findings: Sequence[Finding], tested: Mapping[str, float]
+) -> tuple[list[Finding], list[Finding]]:
+    """Returns the rules' findings that an unsuccessful proof leaves.
+
+    Args:
+        findings: Of the rules.
+        tested: Largest share of the mismatch that a hypothesis of a cause removes, by cause.
+
+    Returns:
+        Findings that stay named: certain ones, and confident ones that no hypothesis describes.
+        Candidates.
+    """
+    named = []
+    candidates = []
+    for finding in findings:
+        if _is_certain(finding):
+            named.append(finding)
+        elif finding.cause in ("unexplained", "healthy"):
+            continue
+        elif finding.cause in tested:
+            if tested[finding.cause] >= MIN_TESTED_SHARE:
+                candidates.append(finding)
+        elif finding.confidence >= MIN_UNTESTED_CONFIDENCE:
+            named.append(finding)
+        else:
+            candidates.append(finding)
+    return named, candidates
+
+
+def _is_certain(finding: Finding) -> bool:
+    """Whether a finding of the rules is a fact, which scoring again cannot refute."""
+    if finding.cause in ("unexplained", "healthy"):
+        return False
+    return finding.cause == "worker" or finding.confidence >= CERTAIN
+
+
+def _with_findings(diagnosis: Diagnosis, findings: Sequence[Finding]) -> Diagnosis:
+    """Returns the diagnosis with other findings; those on a server come first."""
+    ordered = [finding for finding in findings if finding.cause == "worker"]
+    ordered += [finding for finding in findings if finding.cause != "worker"]
+    return replace(diagnosis, findings=tuple(_described(finding) for finding in ordered))
+
+
+def findings_of(tokens: Tokens) -> tuple[list[Finding], Mask]:
+    """Returns all findings of the rules, unordered, and the tokens [N] of the certain ones."""
     deviation = token_rules.deviating_worker(tokens)
     if deviation is not None:
         finding, of_worker = deviation
         return _findings_with_worker(tokens, finding, of_worker)
     total = max(float(tokens.size.sum()), 1e-12)
     findings = []
+    is_certain = np.zeros(len(tokens), bool)
+    rows = np.arange(len(tokens))
     for token_rule in token_rules.RULES:
         verdict = token_rule(tokens)
         if verdict is not None:
             finding, explained = verdict
             share = float(tokens.size[explained].sum() / total)
             findings.append(replace(finding, share=share))
+            is_certain[rows[explained]] = finding.confidence >= CERTAIN
+            rows = rows[~explained]
             tokens = tokens.only(~explained)
     tokens = tokens.only(tokens.finite)
     if len(tokens) < MIN_TOKENS:
-        return findings
+        return findings, is_certain
     remaining = float(tokens.size.sum()) / total
-    rules: Sequence[Callable[[Tokens], Finding | None]] = pattern_rules.RULES
+    for pattern in _patterns(tokens):
+        findings.append(replace(pattern, share=pattern.share * remaining))
+    return findings, is_certain
+
+
+def _patterns(tokens: Tokens) -> list[Finding]:
+    """Returns the findings of the rules on patterns over all tokens."""
     if float(np.abs(tokens.log_ratio).mean()) < NEGLIGIBLE_DIFFERENCE:
-        rules = pattern_rules.RULES_WITHOUT_MISMATCH
-    for rule in rules:
-        pattern = rule(tokens)
-        if pattern is not None and pattern.confidence:
-            findings.append(replace(pattern, share=pattern.share * remaining))
-    return findings
+        found = [rule(tokens) for rule in pattern_rules.RULES_WITHOUT_MISMATCH]
+    else:
+        of_affected = tokens.only(affected(tokens))
+        found = [rule(tokens) for rule in pattern_rules.RULES_ON_ALL]
+        found += [rule(of_affected) for rule in pattern_rules.RULES_ON_AFFECTED]
+    return [pattern for pattern in found if pattern is not None and pattern.confidence]
 
 
-def _findings_with_worker(tokens: Tokens, worker: Finding, of_worker: Mask) -> list[Finding]:
+def _findings_with_worker(
+    tokens: Tokens, worker: Finding, of_worker: Mask
+) -> tuple[list[Finding], Mask]:
     """Returns the finding on a server with its cause, then the findings on the other servers."""
-    own = findings_of(tokens.only(of_worker))
+    is_certain = np.zeros(len(tokens), bool)
+    own, is_certain[of_worker] = findings_of(tokens.only(of_worker))
     if own:
         cause = max(own, key=lambda finding: finding.score).cause
-        fact = f"the cause that its tokens alone show: {CAUSES[cause][0]}"
+        fact = f"the cause that its tokens alone show: {CAUSES[cause].title}"
         worker = replace(worker, evidence=(*worker.evidence, fact))
     findings = [worker]
-    for finding in findings_of(tokens.only(~of_worker)):
+    others, is_certain[~of_worker] = findings_of(tokens.only(~of_worker))
+    for finding in others:
         findings.append(replace(finding, share=finding.share * (1 - worker.share)))
-    return findings
+    return findings, is_certain
 
 
 def _ranked(findings: Sequence[Finding], otherwise: Finding) -> tuple[Finding, ...]:
@@ -379,7 +325,7 @@ def _ranked(findings: Sequence[Finding], otherwise: Finding) -> tuple[Finding, .
     named = [finding for finding in ranked if finding.confidence >= MIN_NAMED_CONFIDENCE]
     candidates = [finding for finding in ranked if finding.confidence < MIN_NAMED_CONFIDENCE]
     if not named and ranked[0].cause != "unexplained":
-        titles = "; ".join(CAUSES[finding.cause][0] for finding in candidates)
+        titles = "; ".join(CAUSES[finding.cause].title for finding in candidates)
         fact = f"other causes make the same pattern, so these are candidates only: {titles}"
         share = min(sum(finding.share for finding in candidates), 1.0)
         named = [Finding("unexplained", (fact,), candidates[0].confidence, share)]
@@ -388,7 +334,9 @@ def _ranked(findings: Sequence[Finding], otherwise: Finding) -> tuple[Finding, .
 
 def _described(finding: Finding) -> Finding:
     """Returns a finding with title and fix."""
-    title, fix = CAUSES[finding.cause]
+    cause = CAUSES[finding.cause]
+    title = cause.title
+    fix = cause.fix
     if finding.detail:
         title += f" ({finding.detail})"
     is_cause = finding.cause not in ("not_measured", "broken_metrics")
@@ -425,6 +373,8 @@ def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:
         for fact in finding.evidence:
             lines += _indented(f"- {fact}")
         lines += _indented(f"→ {finding.fix}")
+    if diagnosis.concentration:
+        lines += ["", *textwrap.wrap(f"Which samples? {diagnosis.concentration}.", TERMINAL_WIDTH)]
     if diagnosis.overlaps:
         lines += ["", *textwrap.wrap(OVERLAP, TERMINAL_WIDTH)]
     if note:

@@ -6,6 +6,7 @@ that the fault is absent. The number before a `ramp` is the rule's largest confi
 
 import numpy as np
 
+from slime_tis.analysis.diagnosis.precision_noise import NOISE, fits, possible_precisions
 from slime_tis.analysis.diagnosis.sampler_rules import penalty
 from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, UNCERTAIN, Floats, Tokens
 from slime_tis.analysis.diagnosis.weight_rules import (
@@ -86,7 +87,7 @@ def decoding(tokens: Tokens) -> Finding | None:
     return Finding(
         "position_drift",
         (evidence,),
-        confidence=0.9 * ramp(first / later, *AGREEING_FIRST),
+        confidence=0.65 * ramp(first / later, *AGREEING_FIRST),
         share=1.0,
         detail="after the first token",
     )
@@ -115,19 +116,8 @@ def concentration(size: Floats) -> float:
     return float(ordered[: max(len(ordered) // 10, 1)].sum() / max(ordered.sum(), 1e-12))
 
 
-MAX_BF16_NOISE = 0.006
-"""Largest noise, relative to 1 − p, of weights and activations in bf16."""
-MAX_INT8_NOISE = 0.025
-"""Largest noise, relative to 1 − p, that bf16 or int8 makes."""
-MAX_FP8_NOISE = 0.4
-"""Largest noise, relative to 1 − p, that any precision makes."""
-POSSIBLE_NOISE = {
-    "bf16": ("bf16", "bf16 or int8"),
-    "fp16": ("bf16",),
-    "int8": ("bf16", "bf16 or int8", "fp8"),
-    "fp8": ("bf16 or int8", "fp8"),
-}
-"""Kinds of noise that a precision may make. That of int8 and fp8 depends on the weights' spread."""
+MIN_SIGN_SHARE = 0.1
+"""Smallest share of the mismatch that each sign of Δ has in noise."""
 
 
 def rounding(tokens: Tokens) -> Finding | None:
@@ -139,7 +129,9 @@ def rounding(tokens: Tokens) -> Finding | None:
     if len(newest) < MIN_TOKENS:
         newest = tokens
     mean = float(np.abs(newest.log_ratio).mean())
-    if mean < NEGLIGIBLE_DIFFERENCE:
+    positive = float(np.maximum(newest.log_ratio, 0).mean())
+    has_both_signs = MIN_SIGN_SHARE * mean <= positive <= (1 - MIN_SIGN_SHARE) * mean
+    if mean < NEGLIGIBLE_DIFFERENCE or not has_both_signs:
         return None
     noise = newest.noise
     share = min(noise / tokens.noise, 1.0)
@@ -154,55 +146,33 @@ def rounding(tokens: Tokens) -> Finding | None:
     if grid:
         rounded = f"all log-probs are {grid} numbers: they were rounded when they were reported"
         return Finding("rounding", (size, rounded), 0.8, share, grid)
-    kind = _kind_of_noise(noise)
-    if not kind:
+    train, rollout = tokens.precisions
+    named = [name for name in (rollout, train) if fits(name, noise)]
+    if rollout and named:
+        statement = (
+            f"the run uses {train or 'an unknown precision'} for training and {rollout} for the"
+            f" rollout engine, and {named[0]} makes noise of this size"
+        )
+        return Finding("rounding", (size, statement), 0.75, share, named[0])
+    possible = possible_precisions(noise)
+    if not possible:
         return Finding("unexplained", (size, "no precision makes this much noise"), 0.5, share)
-    evidence = [size, f"the size fits {kind} weights"]
-    statement = _precisions_in_words(tokens.precisions, kind)
-    if statement:
-        evidence.append(statement)
-    precision = _fitting_precision(tokens.precisions, kind)
-    if precision:
-        return Finding("rounding", tuple(evidence), 0.75, share, precision)
-    if statement:
-        return Finding("unexplained", tuple(evidence), 0.5, share)
-    return Finding("rounding", tuple(evidence), 0.55, share, kind)
-
-
-def _kind_of_noise(noise: float) -> str:
-    """Returns the precisions that make noise of a size; empty if none does."""
-    if noise < MAX_BF16_NOISE:
-        return "bf16"
-    if noise < MAX_INT8_NOISE:
-        return "bf16 or int8"
-    if noise < MAX_FP8_NOISE:
-        return "fp8"
-    return ""
-
-
-def _fitting_precision(precisions: tuple[str, str], kind: str) -> str:
-    """Returns the run's precision that explains a kind of noise; empty if none does."""
-    train, rollout = precisions
+    sizes = ", ".join(f"{name} ({part:.0%})" for name, part in possible.items())
+    evidence = [size, f"of the precisions, the size fits {sizes}"]
     if rollout:
-        for precision in (rollout, train):
-            if kind in POSSIBLE_NOISE.get(precision, ()):
-                return precision
-    return ""
+        evidence.append(_other_size(train, rollout))
+        return Finding("unexplained", tuple(evidence), 0.5, share)
+    return Finding("rounding", tuple(evidence), 0.55, share, " or ".join(possible))
 
 
-def _precisions_in_words(precisions: tuple[str, str], kind: str) -> str:
-    """Returns the run's precisions and whether they fit; empty if they are unknown."""
-    train, rollout = precisions
-    if not rollout:
-        return ""
+def _other_size(train: str, rollout: str) -> str:
+    """Returns that the run's precisions do not explain the noise, in words."""
     names = (
         f"the run uses {train or 'an unknown precision'} for training and {rollout} for the rollout"
         " engine"
     )
-    if _fitting_precision(precisions, kind):
-        return f"{names}, which fits"
-    if rollout in POSSIBLE_NOISE or train in POSSIBLE_NOISE:
-        return f"{names}, which makes noise of another size: look for a second cause"
+    if {train, rollout} & NOISE.keys():
+        return f"{names}, which make less noise: look for a second cause"
     return f"{names}: something else rounds, such as a cache, a kernel or a reduced matrix product"
 
 
@@ -227,6 +197,12 @@ MIN_REPEATED = 20
 """Smallest number of tokens that other samples have after the same tokens."""
 UNSTABLE = (0.25, 0.5)
 """Spread of one engine's log-probs as a share of abs(Δ), for no and for full confidence."""
+MAX_OTHER_SPREAD = 0.3
+"""Largest spread of the other engine, as a share of the first one's. If both spread, the samples
+have different inputs that the token ids do not show, such as images."""
+ALL_SAMPLES = (0.5, 0.8)
+"""Share of the samples whose noise is at least a fifth of the mean, for no and for full confidence:
+dropout changes every sample, and a wrong server only its own."""
 
 
 def unstable(tokens: Tokens) -> Finding | None:
@@ -253,9 +229,20 @@ def unstable(tokens: Tokens) -> Finding | None:
         spreads[name] = float(deviation[repeated].mean())
     engine = max(spreads, key=lambda name: spreads[name])
     spread = spreads[engine]
+    if min(spreads.values()) > MAX_OTHER_SPREAD * spread:
+        return None
     share = min(spread / size, 1.0)
     evidence = (
         f"{engine} gives log-probs that differ by {spread:.2g} nats for the same token after the"
         f" same tokens ({repeated.sum()} tokens); abs(Δ) of these tokens is {size:.2g}"
     )
-    return Finding("dropout", (evidence,), 0.85 * ramp(share, *UNSTABLE), share, f"in {engine}")
+    confidence = ramp(share, *UNSTABLE) * ramp(_share_of_noisy_samples(tokens), *ALL_SAMPLES)
+    return Finding("dropout", (evidence,), 0.85 * confidence, share, f"in {engine}")
+
+
+def _share_of_noisy_samples(tokens: Tokens) -> float:
+    """Returns the share of the samples whose noise is at least a fifth of all tokens' noise."""
+    _, index = np.unique(tokens.sample, return_inverse=True)
+    size = np.bincount(index, np.abs(tokens.log_ratio))
+    uncertainty = np.bincount(index, tokens.uncertainty)
+    return float((size >= 0.2 * tokens.noise * uncertainty).mean())

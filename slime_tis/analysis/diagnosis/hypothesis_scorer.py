@@ -6,7 +6,7 @@ a hypothesis does not change needs no pass.
 Shapes: T response tokens of a sample, S tokens of prompt and response, V vocabulary entries.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -25,10 +25,18 @@ MAX_BATCH = 2**24
 FUNCTION_VOCABULARY = 2**16
 """Vocabulary size that is assumed for a scorer that is a function, to limit memory."""
 
+BLOCK = 8
+"""Number of neighboring samples of the dump that are chosen together, for hypotheses that involve
+the samples before."""
+
 Edit = tuple[str, float]
 """Name and parameter of a hypothesis."""
 Edits = tuple[Edit, ...]
 """Hypotheses that hold together."""
+
+
+def _ignore(_: int) -> None:
+    """Does nothing with the number of tokens."""
 
 
 class HypothesisScorer:
@@ -56,6 +64,8 @@ class HypothesisScorer:
         self._fitted = fitted
         self._all = range(len(inputs))
         self._model: Any = None
+        self.on_tokens: Callable[[int], object] = _ignore
+        """Called with the number of tokens of every forward pass."""
         self._vocabulary = FUNCTION_VOCABULARY
         if isinstance(scorer, HfScorer):
             self._model = scorer.model
@@ -93,6 +103,7 @@ class HypothesisScorer:
 
     def logits(self, read: Input) -> Tensor:
         """Returns the logits [T, V] of one sample, divided by the temperature."""
+        self.on_tokens(len(read.tokens))
         if self._model is None:
             return self._scorer(read.tokens, read.response) / read.temperature
         device = self._model.device
@@ -124,8 +135,13 @@ class HypothesisScorer:
             change = self.table[name].logits
             if change is not None:
                 logits = change(logits, sample, value)
-        response = sample.tokens[len(sample.tokens) - sample.response :, None]
-        return logits.log_softmax(-1).gather(1, response)[:, 0]
+        response = sample.tokens[len(sample.tokens) - sample.response :]
+        log_probs = logits.log_softmax(-1)
+        for name, value in edits:
+            report = self.table[name].reported
+            if report is not None:
+                return report(log_probs, response, value)
+        return log_probs.gather(1, response[:, None])[:, 0]
 
     def _with_pass(self, edits: Edits) -> Edits:
         """Returns the hypotheses that need a forward pass."""
@@ -191,7 +207,10 @@ class HypothesisScorer:
     def _may_skip(self, network: Edits, lists: Sequence[Edits]) -> bool:
         """Whether samples whose input stays have the log-probs of the reference."""
         changes_network = any(self.table[name].network for name, _ in network)
-        changes_logits = any(self.table[name].logits for name, _ in chain.from_iterable(lists))
+        changes_logits = any(
+            self.table[name].logits or self.table[name].reported
+            for name, _ in chain.from_iterable(lists)
+        )
         return () in self._rows and not changes_network and not changes_logits
 
     def _network_logits(
@@ -225,6 +244,7 @@ class HypothesisScorer:
 
     def _batch_logits(self, reads: Sequence[Input]) -> Iterator[Tensor]:
         """Yields the samples' logits [T, V] from one batch, divided by the temperature."""
+        self.on_tokens(sum(len(read.tokens) for read in reads))
         # Padding after the end needs no mask, as attention is causal.
         tokens = pad_sequence([read.tokens for read in reads], batch_first=True)
         positions = torch.arange(tokens.shape[1]).repeat(len(reads), 1)
@@ -247,7 +267,7 @@ class HypothesisScorer:
         for name, value in edits:
             input_edit = self.table[name].inputs
             if input_edit is not None:
-                read = input_edit(read, value, self._inputs[i - 1])
+                read = input_edit(read, value, self._inputs[i - i % BLOCK : i])
         return read
 
     def _reported(self, rows: list[Tensor], edits: Edits) -> list[Tensor]:

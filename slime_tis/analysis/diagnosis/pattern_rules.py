@@ -12,6 +12,7 @@ from slime_tis.analysis.diagnosis.engine_rules import (
     unstable,
 )
 from slime_tis.analysis.diagnosis.sampler_rules import (
+    argmax_log_probs,
     logit_bias,
     penalty,
     sharper_sampling,
@@ -24,20 +25,20 @@ from slime_tis.analysis.diagnosis.weight_rules import (
     weights_not_updated,
 )
 
-RULES = (
-    weights_not_updated,
-    stale_weights,
-    another_model,
+RULES_ON_ALL = (weights_not_updated, stale_weights, another_model, unstable)
+"""Rules that compare steps, ages or samples, or need unselected tokens; findings with equal scores
+keep the order of both tables."""
+RULES_ON_AFFECTED = (
+    argmax_log_probs,
     penalty,
     logit_bias,
     decoding,
-    unstable,
     temperature,
     truncated_sampling,
     position,
     moe_routing,
     rounding,
 )
-"""Rules on the tokens that the token rules leave; findings with equal scores keep this order."""
+"""Rules on the tokens of the samples that have a mismatch."""
 RULES_WITHOUT_MISMATCH = (sharper_sampling,)
 """Rules on these tokens if their mismatch is negligible."""

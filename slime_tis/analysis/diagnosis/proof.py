@@ -5,20 +5,26 @@ fitted on some samples, and the share of Σ|Δ| that disappears is measured on t
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
+from slime_tis.analysis.diagnosis.engine_rules import MIN_SIGN_SHARE
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
 from slime_tis.analysis.diagnosis.rescore import (
     NEGLIGIBLE_ERROR,
     HfScorer,
     Rescored,
     Scorer,
+    check_memory,
     load_model,
     rescore,
 )
@@ -42,6 +48,20 @@ MIN_NOISE_SHARE = 0.05
 """Smallest share of the mismatch that a precision repeats."""
 NOISE_RANGE = (0.6, 1.7)
 """Range of a precision's noise, as a multiple of the mismatch."""
+PRECISION_HYPOTHESES = {
+    "bf16": ("bf16", "bf16 weights", "reported in bf16"),
+    "fp16": ("fp16",),
+    "fp8": (
+        "fp8 weights",
+        "fp8 weights and activations",
+        "fp8 weights in blocks",
+        "fp8 weights per tensor",
+        "fp8 KV cache",
+    ),
+    "int8": ("int8 weights",),
+    "int4": ("int4 weights",),
+}
+"""Hypotheses that a precision in the metadata of a dump may mean."""
 OTHER_MODEL = 0.3
 """A mean |Δ| below this share of both engines' errors means that both engines have other
 weights."""
@@ -86,6 +106,9 @@ class Proof:
     """The causes, then the best other hypotheses."""
     rivals: tuple[str, ...] = ()
     """Hypotheses that these samples do not distinguish from the last cause."""
+    tested: Mapping[str, float] = field(default_factory=dict)
+    """For each cause that a hypothesis describes, the largest share of the mismatch that one of its
+    hypotheses removes on the samples of the fit."""
     samples: int = 0
     """Number of samples that were scored."""
     hypotheses: int = 0
@@ -93,7 +116,12 @@ class Proof:
 
 
 def prove(
-    table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()
+    table: TokenTable,
+    hf_checkpoint: str,
+    others: Sequence[str] = (),
+    *,
+    device: str = "cpu",
+    with_progress: bool = False,
 ) -> tuple[Rescored, Proof]:
     """Searches for the fault that explains the mismatch of a dump.
 
@@ -102,23 +130,27 @@ def prove(
         hf_checkpoint: The model that training had when it scored the samples.
         others: Other checkpoints of the run, adapters, or a draft model, which the rollout engine
             may have.
+        device: Device of torch that the models are loaded to.
+        with_progress: Whether to print the size of the search, and a bar in a terminal, to stderr.
 
     Returns:
         The errors of both engines, and the proof.
 
     Raises:
-        ValueError: The dump cannot be scored, or a path is not a model directory.
+        ValueError: The dump cannot be scored, a path is not a model directory, or the models do not
+            fit into the memory of the device.
     """
     from transformers import AutoTokenizer
 
-    model = load_model(hf_checkpoint)
+    check_memory([hf_checkpoint, *others], device)
+    model = load_model(hf_checkpoint, device)
     own = model.state_dict()
     loaded: dict[str, Any] = {}
     for path in others:
         if os.path.exists(os.path.join(path, "adapter_config.json")):
             loaded[path] = read_adapter(path, own)
         else:
-            loaded[path] = load_model(path)
+            loaded[path] = load_model(path, device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             hf_checkpoint, local_files_only=True, trust_remote_code=False
@@ -126,7 +158,9 @@ def prove(
     except Exception:
         # Only the hypotheses on templates need a tokenizer.
         tokenizer = None
-    return explain_disagreement(model, table, others=loaded, tokenizer=tokenizer)
+    return explain_disagreement(
+        model, table, others=loaded, tokenizer=tokenizer, with_progress=with_progress
+    )
 
 
 def explain_disagreement(
@@ -136,6 +170,7 @@ def explain_disagreement(
     temperature: float = 1.0,
     others: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
+    with_progress: bool = False,
 ) -> tuple[Rescored, Proof]:
     """Finds the wrong engine and searches for the fault that explains its mismatch.
 
@@ -150,6 +185,7 @@ def explain_disagreement(
         others: Tensors of other weights that the rollout engine may have, or other models. The
             keys name them in the answer.
         tokenizer: A tokenizer of transformers, for faults of the chat template.
+        with_progress: Whether to print the size of the search, and a bar in a terminal, to stderr.
 
     Returns:
         The errors of both engines, and the proof; `Proof.sentence` is the answer in words.
@@ -164,7 +200,36 @@ def explain_disagreement(
     rescored = rescore(table, score)
     search = Search(table, score, rescored.step, rescored.engine, tokenizer)
     search.add(others or {})
-    return rescored, _Case(rescored, search).proof()
+    precisions = (
+        table.metadata.get("precision") or "",
+        table.metadata.get("rollout_precision") or "",
+    )
+    case = _Case(rescored, search, precisions)
+    if not with_progress:
+        return rescored, case.proof()
+    with _progress(search):
+        return rescored, case.proof()
+
+
+@contextmanager
+def _progress(search: Search) -> Iterator[None]:
+    """Prints the size of a search to stderr, and shows a bar in a terminal."""
+    start = time.perf_counter()
+    search.scorer.score([()], search.fitted)
+    seconds = time.perf_counter() - start
+    fitted = sum(len(search.inputs[i].tokens) for i in search.fitted)
+    work = search.largest_work()
+    print(
+        f"Scoring {len(search.inputs)} samples again under {len(search.table)} hypotheses: at most"
+        f" {work:,} tokens, about {seconds * work / max(fitted, 1):.0f} seconds; a clear cause ends"
+        " the search earlier.",
+        file=sys.stderr,
+        flush=True,
+    )
+    # disable=None shows the bar only in a terminal.
+    with tqdm(total=work, unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
+        search.scorer.on_tokens = bar.update
+        yield
 
 
 @dataclass(frozen=True)
@@ -173,6 +238,8 @@ class _Case:
 
     rescored: Rescored
     search: Search
+    precisions: tuple[str, str] = ("", "")
+    """Precisions of training and of the rollout engine that the dump names; empty if unknown."""
 
     def proof(self) -> Proof:
         """Returns the answer; its sentence has the reason if a search is impossible or useless."""
@@ -203,6 +270,8 @@ class _Case:
         """Ranks the hypotheses, and adds a second one if the best explains only a part."""
         search = self.search
         ranked = search.ranked()
+        if ranked[0].share < PARTIAL:
+            ranked = [*self._named_noise(), *ranked]
         is_noise = self._is_noise_of(ranked[0])
         causes: list[Measured] = []
         if ranked[0].share >= PARTIAL or is_noise:
@@ -215,7 +284,12 @@ class _Case:
                 others = rest
                 is_noise = False
         explanations = tuple(self._explanation(each) for each in (*causes, *others[:3]))
-        proof = replace(empty, explanations=explanations, hypotheses=len(search.table))
+        proof = replace(
+            empty,
+            explanations=explanations,
+            hypotheses=len(search.table),
+            tested=self._tested(),
+        )
         if not causes:
             return replace(proof, sentence=self._unexplained(explanations[0]))
         last = explanations[len(causes) - 1]
@@ -233,6 +307,14 @@ class _Case:
             rivals=rivals,
         )
         return replace(proof, sentence=self._sentence(proof, explanations[: len(causes)]))
+
+    def _tested(self) -> dict[str, float]:
+        """Returns the largest share that a hypothesis of each cause removes."""
+        tested: dict[str, float] = {}
+        for name, share in self.search.shares.items():
+            cause = self.search.table[name].cause
+            tested[cause] = max(share, tested.get(cause, 0.0))
+        return tested
 
     def _with_second(
         self, first: Measured, others: list[Measured]
@@ -255,27 +337,55 @@ class _Case:
             return [first, second], both[1:]
         return [fitted, last], both[1:]
 
-    def _is_noise_of(self, best: Measured) -> bool:
-        """Whether the mismatch is a precision's noise: it has its size, and a part is equal.
+    def _named_noise(self) -> list[Measured]:
+        """Returns the precision that the dump names and whose noise has the size of the mismatch.
 
-        The noise of arithmetic depends on kernels and batch shapes, so scoring again repeats only
-        a part.
+        The noise of arithmetic depends on kernels and shapes, so that scoring again may repeat
+        nothing of it.
+        """
+        edits = []
+        for precision in self.precisions:
+            for name in PRECISION_HYPOTHESES.get(precision, ()):
+                if name in self.search.table:
+                    edits.append((name, self.search.table[name].values[0]))
+        if not edits or not self._has_both_signs():
+            return []
+        measured = self.search.measure((), edits)
+        return [each for each in measured if self._noise_ratio(each) >= NOISE_RANGE[0]][:1]
+
+    def _has_both_signs(self) -> bool:
+        """Whether each sign of Δ has a part of the mismatch, as in noise."""
+        delta = torch.cat(self.search.delta).nan_to_num(0.0, MAX_SIZE, -MAX_SIZE)
+        positive = float(delta.clamp_min(0).sum() / delta.abs().sum().clamp_min(TINY))
+        return MIN_SIGN_SHARE <= positive <= 1 - MIN_SIGN_SHARE
+
+    def _noise_ratio(self, measured: Measured) -> float:
+        """Returns how much a precision changes log-probs, as a multiple of the mismatch.
+
+        It is above 1 if both engines have this precision, because a part of their noise is equal.
         """
         search = self.search
-        hypothesis = search.table[best.name]
-        if hypothesis.cause != "rounding" or len(hypothesis.values) > 1:
-            # A setting such as the norm's epsilon is no noise.
-            return False
-        low = self._explanation(best).interval[0]
-        if low < MIN_NOISE_SHARE or low >= PROVEN:
-            return False
-        (rows,) = search.scorer.score([(best.edit,)], search.held_out)
+        (rows,) = search.scorer.score([(measured.edit,)], search.held_out)
         noise = 0.0
         for i, row in zip(search.held_out, rows, strict=True):
             change = (row - search.reference[i])[search.delta[i].isfinite()]
             noise += float(change.abs().clamp(max=MAX_SIZE).sum())
-        ratio = noise / max(float(search.before.sum()), TINY)
-        return NOISE_RANGE[0] <= ratio <= NOISE_RANGE[1]
+        return noise / max(float(search.before.sum()), TINY)
+
+    def _is_noise_of(self, best: Measured) -> bool:
+        """Whether the mismatch is a precision's noise: it has its size, and a part is equal.
+
+        If the dump names the precision, the size is enough.
+        """
+        hypothesis = self.search.table[best.name]
+        if hypothesis.cause != "rounding" or len(hypothesis.values) > 1:
+            return False
+        low = self._explanation(best).interval[0]
+        is_named = any(best.name in PRECISION_HYPOTHESES.get(p, ()) for p in self.precisions)
+        if low >= PROVEN or (low < MIN_NOISE_SHARE and not is_named):
+            return False
+        ratio = self._noise_ratio(best)
+        return ratio >= NOISE_RANGE[0] and (is_named or ratio <= NOISE_RANGE[1])
 
     def _dropout(self) -> str:
         """Returns dropout in words; empty if training's two scorings do not show it.

@@ -3,23 +3,30 @@
 The reference is a Hugging Face model.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
 from torch import Tensor
 
 from slime_tis.analysis.dumps.table import TokenTable
-from slime_tis.errors import quoted_path
+from slime_tis.errors import first_line, quoted, quoted_path
 from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_model import load_causal_lm
 
 SAMPLES_PER_STEP = 6
 """Number of samples of the first step, and of the last step, that are scored again."""
 MAX_TOKENS = 4096
-"""Largest number of tokens of prompt and response; longer samples are skipped."""
+"""Largest number of scored tokens of prompt and response; the end of a longer response is cut."""
+MIN_RESPONSE = 64
+"""Smallest number of scored tokens of a long response."""
 WRONG_ENGINE_RATIO = 3.0
 """Smallest ratio of the wrong engine's error to the other engine's error."""
 NEGLIGIBLE_ERROR = 5e-5
@@ -75,6 +82,8 @@ class Rescored:
         )
 
 
+GIB = 2**30
+"""Bytes in a GiB."""
 Scorer = Callable[[Tensor, int], Tensor]
 """(token ids [S] of prompt and response, response length T) → logits [T, V] of the response, before
 the temperature."""
@@ -123,37 +132,124 @@ def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
         if rescored is not None:
             scored.append(rescored)
     if not scored:
-        raise ValueError(f"no sample of the dump has log-probs and at most {MAX_TOKENS} tokens.")
+        raise ValueError(
+            "no sample of the dump has log-probs of both engines and a prompt of at most"
+            f" {MAX_TOKENS - MIN_RESPONSE} tokens."
+        )
     return min(scored, key=lambda rescored: min(rescored.train_error, rescored.rollout_error))
 
 
-def load_model(directory: str) -> Any:
-    """Returns the model of a directory, in fp32 on the CPU.
+def load_model(directory: str, device: str = "cpu") -> Any:
+    """Returns the model of a directory in fp32.
+
+    Args:
+        directory: Hugging Face checkpoint.
+        device: Device of torch.
 
     Raises:
         ValueError: The directory has no model that loads completely.
     """
     config = read_model_config(directory)
     try:
-        return load_causal_lm(directory, torch.float32, architecture=config["architectures"][0])
+        model = load_causal_lm(directory, torch.float32, architecture=config["architectures"][0])
     except ValueError as error:
         raise ValueError(f"{quoted_path(directory)} {error}.") from error
+    return model.to(device)
+
+
+COPIES = 2.0
+"""Copies of the parameters in memory: hypotheses on precision add a second one."""
+
+
+def check_memory(directories: Sequence[str], device: str) -> None:
+    """Refuses models that do not fit into memory, before the first one is loaded.
+
+    Args:
+        directories: Checkpoints that are loaded together; the first one is copied by hypotheses.
+        device: Device of torch.
+
+    Raises:
+        ValueError: There is no such device, or its free memory is too small.
+    """
+    try:
+        kind = torch.device(device).type
+        free = psutil.virtual_memory().available
+        if kind == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+        elif kind != "cpu":
+            raise ValueError(f"{kind} is not supported")
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"--device is {quoted(device, 40)} but must be cpu or a visible GPU such as cuda:0:"
+            f" {first_line(error)}."
+        ) from error
+    sizes = [parameter_count(directory) for directory in directories]
+    needed = 4 * (COPIES * sizes[0] + sum(sizes[1:]))
+    if needed > free:
+        raise ValueError(
+            f"scoring again in fp32 needs about {needed / GIB:.1f} GiB for the models, and"
+            f" {device} has {free / GIB:.1f} GiB free; use a larger machine, --device cuda, or"
+            " fewer --other-checkpoint."
+        )
+
+
+def parameter_count(directory: str) -> int:
+    """Returns the number of values in a directory's tensors, from their headers or file sizes."""
+    count = 0
+    for path in Path(directory).glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                    count += math.prod(file.get_slice(name).get_shape())
+        except Exception:
+            # A broken file: loading it has the message.
+            continue
+    if not count:
+        # pytorch_model.bin has no header to read; its values have two bytes at least.
+        size = sum(path.stat().st_size for path in Path(directory).glob("pytorch_model*.bin"))
+        count = size // 2
+    return count
 
 
 def _chosen(table: TokenTable) -> list[tuple[int | None, list[int]]]:
-    """Returns the indices of the samples that are scored again, by step."""
-    prompts = np.array([len(prompt) for prompt in table.prompt or ()])
-    responses = table.response_length
-    fits = (prompts + responses <= MAX_TOKENS) & (prompts > 0) & (responses > 0)
-    if table.step is None:
-        return [(None, np.flatnonzero(fits)[:SAMPLES_PER_STEP].tolist())]
+    """Returns the indices of the samples that are scored again, by step.
+
+    They are those with the largest mismatch, from different prompts and servers as far as possible:
+    a fault of a few samples must not be missed.
+    """
     if not len(table):
         return []
+    prompts = np.array([len(prompt) for prompt in table.prompt or ()])
+    fits = (prompts <= MAX_TOKENS - MIN_RESPONSE) & (prompts > 0) & (table.response_length > 0)
+    size = np.bincount(table.sample, np.abs(table.log_ratio), len(table))
+    count = np.bincount(table.sample, table.valid, len(table))
+    mean = size / np.maximum(count, 1)
+    if table.step is None:
+        return [(None, _largest(table, np.flatnonzero(fits), mean))]
     chosen: list[tuple[int | None, list[int]]] = []
     for step in sorted({int(table.step.min()), int(table.step.max())}):
         samples = np.flatnonzero(fits & (table.step == step))
-        chosen.append((step, samples[:SAMPLES_PER_STEP].tolist()))
+        chosen.append((step, _largest(table, samples, mean)))
     return chosen
+
+
+def _largest(table: TokenTable, samples: NDArray[np.int64], mean: NDArray[np.float64]) -> list[int]:
+    """Returns SAMPLES_PER_STEP samples with the largest mean abs(Δ), of different origins first."""
+    assert table.prompt is not None
+    seen: set[tuple[bytes, int]] = set()
+    first: list[int] = []
+    others: list[int] = []
+    for i in samples[np.argsort(-mean[samples], kind="stable")].tolist():
+        worker = -1
+        if table.rollout_worker is not None:
+            worker = int(table.rollout_worker[table.offsets[i]])
+        origin = (table.prompt[i].tobytes(), worker)
+        if origin in seen:
+            others.append(i)
+        else:
+            seen.add(origin)
+            first.append(i)
+    return [*first, *others][:SAMPLES_PER_STEP]
 
 
 @torch.inference_mode()
@@ -166,8 +262,10 @@ def _compare(
     train = [np.zeros(0)]
     rollout = [np.zeros(0)]
     for i in chosen:
-        rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
         prompt = table.prompt[i]
+        start = int(table.offsets[i])
+        end = min(int(table.offsets[i + 1]), start + MAX_TOKENS - len(prompt))
+        rows = slice(start, end)
         valid = table.valid[rows]
         ids = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))
         log_probs = (scorer(ids, rows.stop - rows.start) / temperature).log_softmax(-1)

@@ -11,7 +11,7 @@ from slime_tis.health import Finding, ramp
 
 ONE_SIDED = (0.86, 0.97)
 """Negative share of the mismatch for no confidence and for full confidence in a truncation."""
-LOWEST_LOG_MASS = (-4.0, -2.5)
+LOWEST_LOG_MASS = (-2.0, -1.3)
 """Logarithm of the smallest mass that top-p or top-k keeps, for no and for full confidence."""
 LOWEST_QUANTILE = 0.002
 """Quantile of Δ that counts as the smallest one; a few broken tokens may be below it."""
@@ -20,6 +20,25 @@ BANNED_MEDIAN = (0.4, 0.2)
 tokens have most of the mismatch."""
 BANNED_ONE_SIDED = (0.95, 0.99)
 """Negative share of the mismatch, for no and for full confidence in a banned token."""
+
+
+KEPT_ALONE = 1e-6
+"""Largest abs(log p) of a token that truncation kept alone: the engine reports exactly 0."""
+TRUNCATED_PEAK = (-0.5, -1e-3)
+"""Range of log π_train in which truncation may keep a token alone while training sees the rest."""
+MIN_KEPT_ALONE = 3
+"""Smallest number of such tokens that shows top-p or min-p."""
+PEAKED = float(np.log(0.7))
+"""Log-prob from which on a token is much likelier than all others."""
+AGREEING_PEAKS = (0.15, 0.08)
+"""Mean abs(Δ) of such tokens as a multiple of the other tokens', for no and for full confidence in
+top-k."""
+MIN_OF_OTHERS = 0.2
+"""Smallest share of the mismatch of tokens that were not kept alone. Otherwise the zeros are
+placeholders."""
+DEEP_MASS = (-0.1, -0.3)
+"""Quantile of Δ from which on a mass without such tokens is that of top-k, for no and for full
+confidence. More rows in training's softmax keep a larger mass."""
 
 
 def truncated_sampling(tokens: Tokens) -> Finding | None:
@@ -42,7 +61,11 @@ def truncated_sampling(tokens: Tokens) -> Finding | None:
             f"99.8 % of the tokens have Δ above {lowest:.3f}, a kept mass above"
             f" {np.exp(lowest):.2f}"
         )
+        confidence *= _renormalized(tokens, lowest)
         return Finding("truncated_sampling", (signs, mass), 0.96 * confidence, one_sided)
+    likeliest = argmax_log_probs(tokens)
+    if likeliest is not None and likeliest.confidence > 0:
+        return None
     deep = f"0.2 % of the tokens have Δ below {lowest:.3f}: a likely token was never sampled there"
     median = float(np.median(np.abs(log_ratio)) / np.abs(log_ratio).mean())
     return Finding(
@@ -52,6 +75,81 @@ def truncated_sampling(tokens: Tokens) -> Finding | None:
         share=one_sided,
         detail="a banned token or a minimum length",
     )
+
+
+def _renormalized(tokens: Tokens, lowest: float) -> float:
+    """Returns the confidence, from 0.7 to 1, that a mass below 1 comes from truncation.
+
+    Additional rows in training's softmax, a smoothed softmax or a constant have the same sign. But
+    truncation keeps nearly all of the mass where one token is likely. And top-p and min-p keep a
+    likely token alone, and then its log-prob is exactly 0.
+    """
+    low, high = TRUNCATED_PEAK
+    is_certain = np.abs(tokens.rollout) <= KEPT_ALONE
+    alone = (tokens.train > low) & (tokens.train < high) & is_certain
+    others = float(tokens.size[~is_certain].sum() / tokens.size.sum())
+    if alone.sum() >= MIN_KEPT_ALONE and others >= MIN_OF_OTHERS:
+        return 1.0
+    likely = np.maximum(tokens.train, tokens.rollout) > PEAKED
+    if alone.any() or likely.all() or not likely.any():
+        return 0.7
+    at_peaks = float(tokens.size[likely].mean() / max(tokens.size[~likely].mean(), 1e-12))
+    return 0.7 + 0.3 * ramp(lowest, *DEEP_MASS) * ramp(at_peaks, *AGREEING_PEAKS)
+
+
+LIKELY = float(np.log(0.55))
+"""Log-prob from which on a token is certainly the likeliest one; 0.5 plus noise."""
+UNLIKELY = float(np.log(0.2))
+"""Log-prob up to which a sampled token is rarely the likeliest one."""
+MIN_OF_KIND = 15
+"""Smallest number of likely and of unlikely tokens."""
+LIKELY_AGREES = (0.1, 0.02)
+"""Mean abs(Δ) of the likely tokens as a multiple of the unlikely tokens', for no and for full
+confidence."""
+HIGHER_REPORTED = (0.8, 0.95)
+"""Share of the unlikely tokens whose reported log-prob is higher by a tenth of a nat, for no and
+for full confidence."""
+COMPATIBLE_SUM = 1.02
+"""Largest sum of the probabilities of two different tokens, plus noise."""
+MIN_COMPATIBLE = 0.98
+"""Smallest share of the tokens that must fit the probability of a likeliest token."""
+
+
+def argmax_log_probs(tokens: Tokens) -> Finding | None:
+    """The engine reports the likeliest token's log-prob: equal if that token was sampled.
+
+    The likeliest token has at least the probability e^−H, with H the entropy, and together with
+    another token at most 1.
+    """
+    likely = tokens.train > LIKELY
+    unlikely = tokens.train < UNLIKELY
+    if min(likely.sum(), unlikely.sum()) < MIN_OF_KIND:
+        return None
+    size = np.abs(tokens.log_ratio)
+    agreement = size[likely].mean() / max(size[unlikely].mean(), 1e-12)
+    higher = float((tokens.log_ratio[unlikely] < -0.1).mean())
+    differs = tokens.log_ratio < -0.1
+    if not differs.any():
+        return None
+    sums = np.exp(tokens.train[differs]) + np.exp(tokens.rollout[differs])
+    fits = float((sums <= COMPATIBLE_SUM).mean())
+    if tokens.entropy is not None:
+        above = tokens.rollout >= -tokens.entropy - 0.05
+        fits = min(fits, float(above.mean()))
+    if fits < MIN_COMPATIBLE:
+        return None
+    evidence = (
+        (
+            f"abs(Δ) is {size[likely].mean():.2g} nats for tokens that are certainly the likeliest,"
+            f" and {size[unlikely].mean():.2g} for unlikely tokens"
+        ),
+        (
+            f"{higher:.0%} of the unlikely tokens have a higher log-prob in the rollout engine, as"
+            " high as that of the likeliest token"
+        ),
+    )
+    confidence = ramp(float(agreement), *LIKELY_AGREES) * ramp(higher, *HIGHER_REPORTED)
+    return Finding("argmax_log_prob", evidence, 0.92 * confidence)
 
 
 MIN_GAP = 0.01
@@ -91,6 +189,8 @@ EXPLAINED = (0.93, 0.97)
 """Share of the variance of Δ that a temperature explains, for no and for full confidence."""
 EXPLAINED_BY_SERIES = (0.75, 0.85)
 """The same if the remainder has the sign of the series' next term."""
+LARGEST_TEMPERATURE = 5.0
+"""Largest ratio of the temperatures, in either direction, that is a setting."""
 NEGATIVE_REMAINDER = (0.3, 0.1)
 """Negative share of the remainder, for no and for full confidence in the next term's sign."""
 
@@ -124,6 +224,8 @@ def temperature(tokens: Tokens) -> Finding:
         follows_series = ramp(float(negative), *NEGATIVE_REMAINDER)
         confidence = max(confidence, ramp(explained, *EXPLAINED_BY_SERIES) * follows_series)
     ratio = 1 / max(1 - slope, 0.05)
+    if not 1 / LARGEST_TEMPERATURE <= ratio <= LARGEST_TEMPERATURE:
+        confidence = 0.0
     evidence = (
         (
             f"{explained:.0%} of the variance of Δ depends on {variable}, as with a different"
@@ -144,6 +246,8 @@ MIN_BIASED = 8
 """Smallest number of tokens with a biased id."""
 MIN_CLASS = 0.03
 """Smallest share of the mismatch that the changed tokens have, and that the others have."""
+LARGEST_OF_OTHERS = 1.0
+"""Largest mean abs(Δ) of unchanged tokens, nats: they only share the mass that others lost."""
 POSITIVE_CHANGED = (0.4, 0.55)
 """Positive share of the changed tokens' mismatch, for no and for full confidence. Δ of a lowered
 token is negative if likelier tokens are lowered even more."""
@@ -197,6 +301,8 @@ def _opposite_signs(log_ratio: Floats, changed: Mask) -> float:
     changed_size = np.abs(log_ratio[changed]).sum()
     other_size = np.abs(log_ratio[~changed]).sum()
     if min(changed_size, other_size) < MIN_CLASS * (changed_size + other_size):
+        return 0.0
+    if other_size > LARGEST_OF_OTHERS * (~changed).sum():
         return 0.0
     positive = np.maximum(log_ratio[changed], 0).sum() / changed_size
     negative = np.maximum(-log_ratio[~changed], 0).sum() / other_size

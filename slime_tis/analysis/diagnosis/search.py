@@ -22,7 +22,12 @@ from torch import Tensor
 from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses
 from slime_tis.analysis.diagnosis.hypotheses.sampler import logit_bias
 from slime_tis.analysis.diagnosis.hypotheses.weights import for_model, for_tensors, for_weights
-from slime_tis.analysis.diagnosis.hypothesis_scorer import Edit, Edits, HypothesisScorer
+from slime_tis.analysis.diagnosis.hypothesis_scorer import (
+    BLOCK,
+    Edit,
+    Edits,
+    HypothesisScorer,
+)
 from slime_tis.analysis.diagnosis.rescore import HfScorer, Scorer
 from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import TokenTable
@@ -30,9 +35,6 @@ from slime_tis.errors import quoted_path
 
 MAX_SAMPLES = 64
 """Largest number of samples that are scored."""
-BLOCK = 8
-"""Number of neighboring samples of the dump that are chosen together, for hypotheses that involve
-the sample before."""
 MIN_RESPONSE = 64
 """Smallest number of scored tokens of a long response."""
 SCORED_WORK = 1e12
@@ -42,7 +44,7 @@ MIN_SCORED = 4096
 MAX_SCORED = 16_384
 """Largest number of tokens of that pass, for small models."""
 FULL_SAMPLES = 16
-"""A long sample is cut to the tokens of the pass that are left, divided by this number."""
+"""A long sample is cut to the tokens of the pass, divided by this number."""
 FITTED_WORK = 6e10
 """Work of one pass over the samples that parameters are fitted on, parameters × tokens."""
 MIN_FITTED = 256
@@ -151,6 +153,8 @@ class Search:
         self.table = hypotheses(self.model, tokenizer, prompt=longest_prompt, layers=layers)
         self.scorer = HypothesisScorer(scorer, self.inputs, self.fitted, self.table)
         self.reference = self.scorer.rows(())
+        self.shares: dict[str, float] = {}
+        """Share of the mismatch that each hypothesis alone removes on the fitted samples."""
 
     def add(self, others: Mapping[str, Any]) -> None:
         """Adds the hypotheses on other checkpoints.
@@ -182,6 +186,19 @@ class Search:
                     " vocabulary; give the same model, or its draft model."
                 )
 
+    def largest_work(self) -> int:
+        """Returns the tokens of the forward passes of a search that nothing settles early."""
+        fitted = sum(len(self.inputs[i].tokens) for i in self.fitted)
+        held_out = sum(len(self.inputs[i].tokens) for i in self.held_out)
+        passes = 0
+        stages = set()
+        for hypothesis in self.table.values():
+            if hypothesis.cost:
+                stages.add(hypothesis.cost)
+                passes += len(hypothesis.values)
+        passes += 2 * ROUNDS * MAX_REFINED * len(stages)
+        return passes * fitted + MEASURED * held_out
+
     def ranked(self, fixed: Edits = ()) -> list[Measured]:
         """Fits and measures the hypotheses in addition to the fixed ones.
 
@@ -200,6 +217,9 @@ class Search:
         for cost in sorted({self.table[name].cost for name in names}):
             stage = [name for name in names if self.table[name].cost == cost]
             best |= self._fit(fixed, stage, before)
+            if not fixed:
+                for fit in best.values():
+                    self.shares[fit.name] = 1 - fit.remaining / max(before, TINY)
             # Rounded, so that of equally good hypotheses the cheaper one comes first.
             order = sorted(
                 best.values(), key=lambda fit: round(fit.remaining / max(before, TINY), 4)
@@ -357,7 +377,7 @@ def _have_equal_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor])
 def _samples(
     table: TokenTable, step: int | None, limit: int
 ) -> tuple[list[Input], list[Tensor], list[Tensor]]:
-    """Chooses samples, in evenly spaced blocks of neighbors.
+    """Chooses samples, in blocks of neighbors.
 
     Args:
         table: The dump.
@@ -376,9 +396,7 @@ def _samples(
         fits &= table.step == step
     chosen = np.flatnonzero(fits)
     if len(chosen) > MAX_SAMPLES:
-        starts = np.linspace(0, len(chosen) - BLOCK, MAX_SAMPLES // BLOCK).astype(int)
-        # Blocks of a small dump overlap, and each sample is chosen once.
-        chosen = chosen[np.unique((starts[:, None] + np.arange(BLOCK)).ravel())]
+        chosen = _chosen_blocks(table, chosen)
     second = table.old_log_prob
     if table.metadata.get("old_policy") in ("rollout", "interpolated"):
         # This log π_old is no scoring by training.
@@ -386,13 +404,13 @@ def _samples(
     elif table.policy_log_prob is table.old_log_prob:
         second = table.train_log_prob
     temperature = float(table.metadata.get("temperature") or 1.0)
+    longest = limit // FULL_SAMPLES
     inputs: list[Input] = []
     deltas: list[Tensor] = []
     differences: list[Tensor] = []
     for i in chosen.tolist():
         prompt = table.prompt[i]
-        longest = max(limit // FULL_SAMPLES - len(prompt), MIN_RESPONSE)
-        response = min(int(table.response_length[i]), longest)
+        response = min(int(table.response_length[i]), max(longest - len(prompt), MIN_RESPONSE))
         start = int(table.offsets[i])
         rows = slice(start, start + response)
         tokens = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))
@@ -407,6 +425,7 @@ def _samples(
             response=response,
             positions=torch.arange(len(tokens)),
             temperature=temperature,
+            trained=torch.from_numpy(table.loss_mask[rows] > 0),
             experts=experts,
         )
         delta = np.where(table.valid[rows], table.log_ratio[rows], np.nan)
@@ -414,6 +433,24 @@ def _samples(
         deltas.append(torch.from_numpy(delta).float())
         differences.append(torch.from_numpy(second[rows] - table.policy_log_prob[rows]).float())
     return inputs, deltas, differences
+
+
+def _chosen_blocks(table: TokenTable, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns MAX_SAMPLES of the samples, in blocks of neighbors.
+
+    Half of the blocks have the largest mismatch, so that a fault of few samples is among them. The
+    others are spread over the dump.
+    """
+    size = np.bincount(table.sample, np.abs(table.log_ratio), len(table))[samples]
+    starts = np.arange(0, len(samples) - BLOCK + 1, BLOCK)
+    block_size = np.add.reduceat(size[: len(starts) * BLOCK], starts)
+    count = MAX_SAMPLES // BLOCK
+    largest = np.argsort(-block_size, kind="stable")[: count // 2]
+    others = np.setdiff1d(np.arange(len(starts)), largest)
+    spread = others[np.linspace(0, len(others) - 1, count - len(largest)).astype(int)]
+    blocks = np.sort(np.concatenate([largest, spread]))
+    chosen: NDArray[np.int64] = samples[(starts[blocks][:, None] + np.arange(BLOCK)).ravel()]
+    return chosen
 
 
 def _fitted_samples(budget: float, inputs: Sequence[Input], sizes: Tensor) -> list[int]:

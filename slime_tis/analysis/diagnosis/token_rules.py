@@ -3,11 +3,13 @@
 Each rule returns a finding and the tokens it explains, or None. Later rules see the other tokens.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_tis.analysis.diagnosis.metric_rules import CERTAIN
 from slime_tis.analysis.diagnosis.shift_rules import exchanged, misaligned
 from slime_tis.analysis.diagnosis.trained_tokens import (
     MAX_SIZE,
@@ -116,7 +118,9 @@ def converted(tokens: Tokens) -> Verdict:
     is_small = np.abs(tokens.log_ratio).mean() < NEGLIGIBLE_DIFFERENCE
     if tokens.finite.sum() < MIN_TOKENS or is_small:
         return None
-    return _not_log_probs(tokens) or _another_unit(tokens) or _bounded(tokens)
+    return (
+        _not_log_probs(tokens) or _another_unit(tokens) or _cumulative(tokens) or _bounded(tokens)
+    )
 
 
 def _not_log_probs(tokens: Tokens) -> Verdict:
@@ -134,7 +138,7 @@ def _another_unit(tokens: Tokens) -> Verdict:
     residual = np.abs(finite.rollout - factor * finite.train - offset).sum()
     remaining = residual / finite.size.sum()
     if remaining >= MAX_CONVERTED:
-        return None
+        return _partly_another_unit(tokens)
     is_constant = abs(factor - 1) < SAME_UNIT and offset > 0
     if is_constant and remaining > MAX_CONSTANT_SPREAD:
         # The logarithm of the mass that top-p or min-p kept.
@@ -146,10 +150,55 @@ def _another_unit(tokens: Tokens) -> Verdict:
     return Finding("broken_tokens", (text,), 0.95), np.ones(len(tokens), bool)
 
 
+def _partly_another_unit(tokens: Tokens) -> Verdict:
+    """Some tokens, such as those of one server, have log-probs times a factor."""
+    visible = tokens.finite & (tokens.train < -PLACEHOLDER_SIZE)
+    wrong = visible & (tokens.size > PLACEHOLDER_SIZE)
+    if wrong.sum() < MIN_TOKENS:
+        return None
+    factor = float(np.median(tokens.rollout[wrong] / tokens.train[wrong]))
+    error = np.abs(tokens.rollout - factor * tokens.train)
+    is_multiple = wrong & (error < FACTOR_ERROR * np.abs(tokens.train))
+    is_factor = factor > MIN_FACTOR and abs(factor - 1) > SAME_FACTOR
+    if not is_factor or is_multiple.sum() < MIN_MULTIPLES * wrong.sum():
+        return None
+    text = (
+        f"the rollout engine reports {factor:.4g} · log π_train for {is_multiple.sum()} of"
+        f" {wrong.sum()} tokens with a mismatch: another base or unit"
+    )
+    return Finding("broken_tokens", (text,), 0.95), is_multiple
+
+
+def _cumulative(tokens: Tokens) -> Verdict:
+    """The rollout log-prob of a token is the sum of the log-probs up to it."""
+    is_first = np.diff(tokens.sample, prepend=-1) != 0
+    before = np.where(is_first, 0.0, np.roll(tokens.rollout, 1))
+    with np.errstate(invalid="ignore"):
+        error = np.abs(tokens.rollout - before - tokens.train)
+    is_sum = tokens.finite & (error < FACTOR_ERROR * np.maximum(-tokens.rollout, 1.0))
+    wrong = tokens.finite & (tokens.size > PLACEHOLDER_SIZE)
+    explained = is_sum & wrong
+    if explained.sum() < max(MIN_TOKENS, MIN_MULTIPLES * wrong.sum()):
+        return None
+    text = (
+        f"the rollout engine reports sums of the log-probs up to each token ({explained.sum()} of"
+        f" {wrong.sum()} tokens with a mismatch)"
+    )
+    return Finding("broken_tokens", (text,), 0.95), explained
+
+
 def _bounded(tokens: Tokens) -> Verdict:
-    lowest = tokens.rollout[tokens.finite].min()
+    wrong = tokens.finite & (tokens.size > PLACEHOLDER_SIZE)
+    values, counts = np.unique(tokens.rollout[wrong], return_counts=True)
+    if counts.max(initial=0) < MIN_TOKENS:
+        return None
+    lowest = values[counts.argmax()]
     at_bound = tokens.finite & (tokens.rollout == lowest)
-    if at_bound.sum() < MIN_TOKENS or (tokens.train[at_bound] < lowest).mean() <= MIN_BOUNDED:
+    # Other samples may come from a server without the bound.
+    bounded_samples = np.isin(tokens.sample, tokens.sample[at_bound])
+    is_lowest = tokens.rollout[bounded_samples & tokens.finite].min() >= lowest
+    below = wrong & at_bound & (tokens.train < lowest)
+    if not is_lowest or below.sum() <= MIN_BOUNDED * (wrong & at_bound).sum():
         return None
     text = (
         f"{at_bound.mean():.1%} of the tokens have the smallest log-prob, {lowest:.4g}: it is a"
@@ -158,6 +207,16 @@ def _bounded(tokens: Tokens) -> Verdict:
     return Finding("broken_tokens", (text,), 0.95), at_bound
 
 
+MARKED_IDS = 8
+"""Number of token ids that are checked for a placeholder: those with the most wrong tokens."""
+FACTOR_ERROR = 0.01
+"""Largest relative error of a log-prob that is a multiple of the other engine's."""
+MIN_FACTOR = 0.1
+"""Smallest factor of another unit; a placeholder of 0 is no multiple."""
+SAME_FACTOR = 0.05
+"""Distance of a factor from 1 up to which it is noise."""
+MIN_MULTIPLES = 0.9
+"""Smallest share of the tokens with a mismatch that must have the factor."""
 PLACEHOLDER_SIZE = 0.02
 """Smallest abs(Δ) of a placeholder, nats."""
 MIN_PLACEHOLDER = 1.0
@@ -165,11 +224,14 @@ MIN_PLACEHOLDER = 1.0
 is below it: truncated sampling reports 0 for it."""
 MIN_PLACEHOLDERS = 3
 """Smallest number of tokens with a placeholder."""
+MIN_MARKED = 8
+"""Smallest number of tokens with a placeholder that need not be in runs, if no others are wrong."""
+MAX_PLACEHOLDERS = 0.4
+"""Largest share of tokens with a placeholder; greedy sampling reports 0 for all."""
 MIN_IN_RUNS = 0.5
 """Smallest share of the placeholders that are in runs of two or more."""
 MIN_RUN = 2.5
-"""Smallest mean run length of segments such as tool output; shorter runs are single broken
-tokens."""
+"""Smallest mean run length of tokens without a log-prob in segments such as tool output."""
 
 
 def mask_mistake(tokens: Tokens) -> Verdict:
@@ -181,18 +243,23 @@ def mask_mistake(tokens: Tokens) -> Verdict:
     if counts.max(initial=0) >= MIN_PLACEHOLDERS:
         placeholder = values[counts.argmax()]
     repeated = (tokens.rollout == placeholder) & is_large
-    if repeated.any() and np.quantile(tokens.size[repeated], 0.75) < MIN_PLACEHOLDER:
+    # If no other token has a mismatch, single and small ones are no accident either.
+    least = max(MIN_MARKED, MIN_MULTIPLES * (missing | is_large).sum())
+    is_sole = least <= (repeated & tokens.finite).sum() <= MAX_PLACEHOLDERS * len(tokens)
+    is_small = repeated.any() and np.quantile(tokens.size[repeated], 0.75) < MIN_PLACEHOLDER
+    if is_small and not is_sole:
         repeated[:] = False
     chosen = missing | repeated
     run_N = _run_lengths(tokens, chosen)
-    mask = chosen & (run_N >= 2)
+    mask = chosen & ((run_N >= 2) | is_sole)
     if mask.sum() < max(MIN_PLACEHOLDERS, MIN_IN_RUNS * chosen.sum()):
-        return None
-    if run_N[mask].mean() < MIN_RUN:
         return None
     value = f"exactly the log-prob {placeholder:.6g}"
     if missing[mask].mean() > 0.5:
         value = "no log-prob"
+        if run_N[mask].mean() < MIN_RUN:
+            # A kernel may give NaN for two neighbors.
+            return None
     evidence = (
         (
             f"{mask.sum()} of {len(tokens)} trained tokens ({mask.mean():.2%}) have {value} from"
@@ -286,5 +353,52 @@ def _ordinary_size(tokens: Tokens) -> Floats:
     return ordinary_N
 
 
-RULES = (converted, mask_mistake, exchanged, misaligned, broken_tokens)
+MIN_EQUAL = 0.8
+"""Smallest share of a group's wrong tokens that have the placeholder."""
+MAX_ELSEWHERE = 0.1
+"""Largest share of a placeholder's tokens that lie outside of the group that it marks. Truncated
+sampling reports exactly 0 for any token that it kept alone."""
+
+
+def placeholder(tokens: Tokens) -> Verdict:
+    """Tokens of one id, or at one end of the responses, have the same rollout log-prob.
+
+    An engine that appends the end token, for example, reports 0 for it.
+    """
+    wrong = tokens.finite & (tokens.size > PLACEHOLDER_SIZE)
+    for name, group in _marked_groups(tokens, wrong):
+        values, counts = np.unique(tokens.rollout[group & wrong], return_counts=True)
+        if counts.max(initial=0) < max(MIN_PLACEHOLDERS, MIN_EQUAL * (group & wrong).sum()):
+            continue
+        value = values[counts.argmax()]
+        marked = group & (tokens.rollout == value)
+        elsewhere = (tokens.rollout == value) & ~group
+        if elsewhere.sum() > MAX_ELSEWHERE * marked.sum():
+            continue
+        text = (
+            f"the rollout engine reports exactly {value:.6g} for {marked.sum()} of"
+            f" {group.sum()} tokens {name}"
+        )
+        return Finding("placeholder_log_prob", (text,), CERTAIN, detail=name), marked
+    return None
+
+
+def _marked_groups(tokens: Tokens, wrong: Mask) -> Iterator[tuple[str, Mask]]:
+    """Yields groups of tokens that an engine may treat differently, with their names.
+
+    Args:
+        tokens: The trained tokens.
+        wrong: [N] tokens with a mismatch.
+    """
+    starts = np.diff(tokens.sample, prepend=-1) != 0
+    ends = np.diff(tokens.sample, append=-1) != 0
+    yield "at the first position", starts
+    yield "at the last position", ends
+    if tokens.token is not None:
+        ids, counts = np.unique(tokens.token[wrong], return_counts=True)
+        for i in np.argsort(-counts)[:MARKED_IDS]:
+            yield f"with the id {ids[i]}", tokens.token == ids[i]
+
+
+RULES = (converted, placeholder, mask_mistake, exchanged, misaligned, broken_tokens)
 """Each removes the tokens that it explains, in this order."""

@@ -54,6 +54,10 @@ class Tokens:
     """Optimizer steps made before the sampling weights."""
     step: Integers | None = None
     """Optimizer steps made before the step that trained on the token."""
+    turn: Integers | None = None
+    """Index of the contiguous run of trained tokens."""
+    group: Integers | None = None
+    """Index of the prompt."""
     worker: Integers | None = None
     """Index in `workers` of the rollout server that sampled the token."""
     workers: tuple[str, ...]
@@ -158,6 +162,9 @@ def tokens_of(table: TokenTable) -> Tokens:
     step = None
     if table.step is not None:
         step = table.step[table.sample]
+    group = None
+    if table.group is not None:
+        group = table.group[table.sample]
     entropy = None
     if table.entropy is not None and np.isfinite(table.entropy[trained]).any():
         entropy = table.entropy.astype(np.float64)[trained]
@@ -175,6 +182,8 @@ def tokens_of(table: TokenTable) -> Tokens:
         entropy=entropy,
         version=integers(version),
         step=integers(step),
+        turn=integers(table.turn),
+        group=integers(group),
         worker=integers(table.rollout_worker),
         workers=tuple(str(worker) for worker in metadata.get("workers") or ()),
         has_experts=is_moe and not metadata.get("replays_experts"),

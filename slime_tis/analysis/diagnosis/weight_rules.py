@@ -7,8 +7,14 @@ Each rule returns a finding with its share of these tokens' mismatch, or None. T
 import numpy as np
 
 from slime_tis.analysis.diagnosis.sampler_rules import temperature
-from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, Floats, Tokens, mean_of
-from slime_tis.health import Finding, ramp
+from slime_tis.analysis.diagnosis.trained_tokens import (
+    MIN_TOKENS,
+    Floats,
+    Integers,
+    Tokens,
+    mean_of,
+)
+from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, ramp
 
 STALE_NOISE = (1.3, 2.5)
 """Noise of tokens from older weights as a multiple of the newest weights' noise, for no and for
@@ -50,11 +56,31 @@ STEP_CORRELATION = (0.4, 0.75)
 """Spearman's correlation of the noise with the step, for no and for full confidence."""
 
 
+MIN_VERSION_STEPS = 9
+"""Smallest number of steps after which one weight version is a fault: fewer steps may train on one
+rollout (--num-steps-per-rollout is 8 at most in practice)."""
+EQUAL_FIRST = 1e-5
+"""Largest mean abs(Δ) of the first step for which the engines started with equal weights, nats."""
+LATER_RATIO = 30.0
+"""Smallest ratio of the second step's mean abs(Δ) to the first step's that only weights explain."""
+GROWING = 1.3
+"""Ratio of the largest to the second step's mean abs(Δ) from which on the mismatch grows."""
+
+
 def weights_not_updated(tokens: Tokens) -> Finding | None:
     """abs(Δ) grows from step to step although the weights count as current."""
     if tokens.step is None:
         return None
     steps = np.unique(tokens.step)
+    staleness = tokens.staleness
+    ages_differ = staleness is not None and len(np.unique(staleness)) > 1
+    has_one_version = tokens.version is not None and len(np.unique(tokens.version)) == 1
+    if ages_differ and not (has_one_version and len(steps) >= MIN_VERSION_STEPS):
+        # The reported age explains the growth.
+        return None
+    deduced = _equal_at_first(tokens, steps)
+    if deduced is not None:
+        return deduced
     if len(steps) < MIN_GROWN_STEPS:
         return None
     noise = np.array([tokens.only(tokens.step == step).median_noise for step in steps])
@@ -63,9 +89,7 @@ def weights_not_updated(tokens: Tokens) -> Finding | None:
     last = float(noise[-third:].mean())
     growth = ramp(last / max(first, 1e-9), *STEP_GROWTH)
     growth *= ramp(rank_correlation(noise), *STEP_CORRELATION)
-    has_one_version = tokens.version is not None and len(np.unique(tokens.version)) == 1
-    ages_differ = tokens.staleness is not None and len(np.unique(tokens.staleness)) > 1
-    if growth == 0 or (ages_differ and not has_one_version):
+    if growth == 0:
         return None
     evidence = [
         f"abs(Δ) relative to 1 − p grows from {first:.2g} in the first steps to {last:.2g} in the"
@@ -73,12 +97,42 @@ def weights_not_updated(tokens: Tokens) -> Finding | None:
     ]
     confidence = 0.65 * growth
     if has_one_version:
-        evidence.append("all tokens have the same weight version")
-        confidence = 0.95 * growth
-    elif tokens.staleness is not None:
-        mean = tokens.staleness.mean()
-        evidence.append(f"the reported staleness is {mean:.1f} steps in every step")
+        evidence.append(f"all tokens of {len(steps)} steps have the same weight version")
+        if len(steps) >= MIN_VERSION_STEPS:
+            confidence = 0.95 * growth
+    elif staleness is not None:
+        evidence.append(f"the reported staleness is {staleness.mean():.1f} steps in every step")
     return Finding("weights_not_updated", tuple(evidence), confidence)
+
+
+def _equal_at_first(tokens: Tokens, steps: Integers) -> Finding | None:
+    """The engines agree in the first step and differ later, so that only their weights differ.
+
+    Everything else that makes a mismatch is there in the first step as well.
+    """
+    sizes = []
+    for step in steps:
+        of_step = tokens.only(tokens.step == step)
+        if len(of_step) < MIN_TOKENS:
+            return None
+        sizes.append(float(of_step.size.mean()))
+    if len(sizes) < 2:
+        return None
+    first, second, *_ = sizes
+    least = max(LATER_RATIO * first, NEGLIGIBLE_DIFFERENCE)
+    # If the second step agrees, too, an update did arrive, and something else began later.
+    if first > EQUAL_FIRST or second < least:
+        return None
+    later = max(sizes[1:])
+    confidence = 0.65
+    if later > GROWING * second:
+        # A changed setting makes a constant mismatch, and so do weights of the step before.
+        confidence = 0.92
+    evidence = (
+        f"abs(Δ) is {first:.2g} nats in the first step and up to {later:.2g} later: the engines"
+        " compute the same function of their weights, so the weights differ"
+    )
+    return Finding("weights_not_updated", (evidence,), confidence)
 
 
 def rank_correlation(values: Floats) -> float:
@@ -97,6 +151,8 @@ MOST_TOKENS = 0.95
 """Share of the tokens that must have a part of the mismatch. Otherwise the others are broken."""
 MOST_TOKENS_SHARE = 0.2
 """Smallest share of the mismatch that these tokens have."""
+LARGEST_OF_MODELS = 4.0
+"""Largest mean abs(Δ) of two language models on the samples of one of them, nats."""
 ONLY_REPORTED = "only the reported log-probs are wrong"
 
 
@@ -107,9 +163,11 @@ def another_model(tokens: Tokens) -> Finding | None:
     1 instead. Both are bounded, so that E ≤ 1.
     """
     gap, gap_error = mean_of(tokens.surprise, tokens.sample)
-    # Without entropy the gap is NaN and this does not hold.
-    is_not_trained = abs(gap) > COMPATIBLE_ERRORS * gap_error
+    # Without entropy the gap is NaN: then nothing shows whose samples the tokens are.
+    is_not_trained = not abs(gap) <= COMPATIBLE_ERRORS * gap_error
     if len(tokens) < 10 * MIN_TOKENS or is_not_trained:
+        return None
+    if tokens.size.mean() > LARGEST_OF_MODELS:
         return None
     ordered = np.sort(tokens.size)
     most = ordered[: int(MOST_TOKENS * len(ordered))]

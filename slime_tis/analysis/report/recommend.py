@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
+from slime_tis.analysis.diagnosis.precision_noise import possible_precisions
 from slime_tis.analysis.diagnosis.trained_tokens import Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report.comparison_study import (
@@ -35,9 +36,6 @@ COVERED_CAUSES = ("rounding", "stale_weights")
 MIN_SIGN_SHARE = 0.2
 """Smallest share of the mismatch that each sign of Δ has in noise. A setting that differs, such as
 top-p, makes Δ of one sign."""
-MAX_NOISE = 0.4
-"""Largest abs(Δ) relative to 1 − p that counts as low precision; the diagnosis has the same
-bound."""
 UNMOVED = 0.1
 """Mean abs(log π_θ − log π_old) in the first step of a rollout, at most, as a share of that in the
 median later step. It is 0 if both passes have the same kernels."""
@@ -150,7 +148,7 @@ def _probable_cause(tokens: Tokens, result: Diagnosis, *, is_old: bool) -> str:
         return "unexplained"
     if is_old and "stale_weights" in candidates:
         return "stale_weights"
-    if tokens.of_newest_weights().noise > MAX_NOISE:
+    if not possible_precisions(tokens.of_newest_weights().noise):
         return "unexplained"
     return "rounding"
 
@@ -192,7 +190,7 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
         lines = ["No correction: the study does not show that one helps here."]
     lines.append(f"Mismatch: {_size(mismatch)}.")
     if not mismatch.is_certain:
-        title = CAUSES[mismatch.cause][0]
+        title = CAUSES[mismatch.cause].title
         lines.append(
             f"The diagnosis is not certain. Size and signs are those of: {title}. Prove it with"
             " `slime-tis diagnose --hf-checkpoint DIR`."

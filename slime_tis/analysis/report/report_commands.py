@@ -12,7 +12,8 @@ import numpy as np
 
 from slime_tis.analysis.diagnosis.diagnose import Diagnosis, as_text, diagnose, with_proof
 from slime_tis.analysis.diagnosis.metric_rules import ABS, K3, invalid_values, series_of
-from slime_tis.analysis.diagnosis.proof import prove
+from slime_tis.analysis.diagnosis.proof import Proof, prove
+from slime_tis.analysis.diagnosis.rescore import Rescored
 from slime_tis.analysis.diagnosis.trained_tokens import mean_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report import mismatch_plots, overview
@@ -90,6 +91,7 @@ def diagnosis(
     other_checkpoints: Sequence[str] = (),
     as_json: bool = False,
     fail_on: str = "",
+    device: str = "",
 ) -> str:
     """Returns a text with the causes of a mismatch; with a checkpoint, also their proof.
 
@@ -99,6 +101,7 @@ def diagnosis(
         other_checkpoints: Models whose weights the rollout engine may have used, given likewise.
         as_json: Return JSON.
         fail_on: Limits, for example "k3=0.01,cause".
+        device: Device of torch that scores again; default cpu.
 
     Raises:
         LimitExceeded: a limit of `fail_on` is exceeded.
@@ -107,29 +110,37 @@ def diagnosis(
     limits = _limits(fail_on)
     if other_checkpoints and not hf_checkpoint:
         raise ValueError("--other-checkpoint is compared with --hf-checkpoint; give both.")
+    if device and not hf_checkpoint:
+        raise ValueError("--device is the device of --hf-checkpoint; give both.")
     source = open_source(path)
     result = diagnose(source.table, source.metrics)
     facts: dict[str, Any] = {"rescored": None, "proof": None}
     note = source.note
-    if hf_checkpoint:
-        if source.table is None:
-            raise ValueError(f"--hf-checkpoint scores the samples of a dump. {source.note}")
-        table = source.table
-        part = ""
-        if result.server:  # samples from other servers would hide the cause
-            table = table.of_worker(result.server)
-            part = f", samples of {result.server}"
+    if hf_checkpoint and source.table is not None and result.rest is None:
+        raise ValueError(
+            "--hf-checkpoint scores the samples of a dump; this one has no trained token."
+        )
+    if hf_checkpoint and result.rest is None:
+        raise ValueError(f"--hf-checkpoint scores the samples of a dump. {source.note}")
+    if hf_checkpoint and result.rest is not None:
         directory = local_directory(hf_checkpoint)
         others = [local_directory(other, "--other-checkpoint") for other in other_checkpoints]
-        rescored, proof = prove(table, directory, others)
-        result = with_proof(result, proof)
-        facts = {
-            "rescored": {**asdict(rescored), "verdict": rescored.verdict},
-            "proof": asdict(proof),
-        }
-        note = f"Rescored in fp32{part}: {rescored}."
-        if not proof.causes:  # a cause has the sentence as its evidence
-            note += f" {proof.sentence}"
+        if result.rest.valid.any():
+            rescored, proof = prove(
+                result.rest,
+                directory,
+                others,
+                device=device or "cpu",
+                with_progress=True,
+            )
+            note = _note_on_proof(result, rescored, proof)
+            result = with_proof(result, proof)
+            facts = {
+                "rescored": {**asdict(rescored), "verdict": rescored.verdict},
+                "proof": asdict(proof),
+            }
+        else:
+            note = "Nothing was scored again: certain findings explain every token."
     text = as_text(result, str(source.path), note)
     if as_json:
         values = {"name": source.name, **result.as_json(), **facts}
@@ -137,6 +148,18 @@ def diagnosis(
     if exceeded := _exceeded(limits, result, source):
         raise LimitExceeded(exceeded, text)
     return text
+
+
+def _note_on_proof(result: Diagnosis, rescored: Rescored, proof: Proof) -> str:
+    """Returns what scoring again shows, in words."""
+    part = ""
+    if result.server:
+        part = f", samples of {result.server}"
+    note = f"Rescored in fp32{part}: {rescored}."
+    if not proof.causes:
+        # A cause has the sentence as its evidence.
+        note += f" {proof.sentence}"
+    return note
 
 
 def _limits(fail_on: str) -> dict[str, float]:

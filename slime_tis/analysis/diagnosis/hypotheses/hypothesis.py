@@ -4,7 +4,7 @@ Shapes: T response tokens, V vocabulary entries, S tokens of prompt and response
 experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -27,6 +27,9 @@ class Input:
     """[S] position ids."""
     temperature: float = 1.0
     """Temperature of the log-probs."""
+    trained: Tensor | None = None
+    """[T] bool, response tokens that the policy sampled; the others are tool output or templates.
+    None means all."""
     experts: Tensor | None = None
     """[T, L, k] experts that the dump records for the response tokens."""
     mask: Tensor | None = None
@@ -52,11 +55,13 @@ class Input:
 PromptEdit = Callable[[Tensor, int], Tensor]
 """(token ids of the prompt, value) → the prompt that the engine reads; an empty one leaves the
 prompt as it is."""
-InputEdit = Callable[[Input, float, Input], Input]
-"""(sample, value, the sample before it) → the engine's input; the sample itself if nothing
-changes."""
+InputEdit = Callable[[Input, float, Sequence[Input]], Input]
+"""(sample, value, the samples before it in its block) → the engine's input; the sample itself if
+nothing changes."""
 LogitsEdit = Callable[[Tensor, Input, float], Tensor]
 """(logits [T, V] divided by the temperature, sample, value) → the engine's logits."""
+ReportEdit = Callable[[Tensor, Tensor, float], Tensor]
+"""(log-probs [T, V], sampled tokens [T], value) → the reported log-probs [T]."""
 OutputEdit = Callable[[list[Tensor], float], list[Tensor]]
 """(log-probs [T] of every sample, value) → the reported ones."""
 
@@ -77,6 +82,7 @@ class Hypothesis:
     inputs: InputEdit | None = None
     network: NetworkEdit | None = None
     logits: LogitsEdit | None = None
+    reported: ReportEdit | None = None
     outputs: OutputEdit | None = None
 
     @property

@@ -1,6 +1,6 @@
 """Faults of the network: precision, rotary positions, norms and experts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -160,6 +160,11 @@ def _fp8_linear(model: Any, _: float) -> Iterator[None]:
         yield
 
 
+def _attention_scale(model: Any, factor: float) -> Any:
+    """The scores of attention times a factor."""
+    return _attribute(model, "scaling", lambda scale: scale * factor)
+
+
 def _cast(dtype: torch.dtype) -> NetworkEdit:
     """Weights and arithmetic in a dtype; buffers, such as rotary frequencies, stay in float32."""
     return lambda model, _: changed(model, lambda _, weight: weight, dtype)
@@ -210,7 +215,7 @@ def _rope(kind: str) -> NetworkEdit:
     return edit
 
 
-def _replay(sample: Input, _: float, __: Input) -> Input:
+def _replay(sample: Input, _: float, __: Sequence[Input]) -> Input:
     """The experts of the dump, with the model's weights for them."""
     experts = sample.experts
     if experts is None:
@@ -302,9 +307,15 @@ TABLE: dict[str, Hypothesis] = {
     "int4 weights": _precision("has weights in int4, in groups of 128", _quantized(_int4_groups)),
     "norm epsilon": Hypothesis(
         "uses a norm epsilon of {value:.1g}",
-        "rounding",
+        "network_setting",
         (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1),
         network=lambda model, value: _attribute(model, "variance_epsilon", lambda _: value),
+    ),
+    "attention scale": Hypothesis(
+        "scales the scores of attention by {value:.3g}",
+        "attention_scale",
+        (0.5, 0.7, 0.85, 0.95, 1.05, 1.15, 1.3, 1.5, 2.0),
+        network=_attention_scale,
     ),
     "rope_theta": Hypothesis(
         "uses a rope_theta that is {value:.3g} times as large",

@@ -1,6 +1,8 @@
 """Faults of the network's input: other prompts, positions, masks and caches."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input
 
 SIZES = tuple(2**i for i in range(1, 12))
 """Grid of prompt lengths and attention windows, tokens."""
+CHUNKS = (4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Grid of the size of a chunk of the prompt, tokens."""
 FEW = (1, 2, 3, 4)
 """Grid of a number of missing tokens."""
 PADS = (*range(1, 9), 16)
@@ -32,13 +36,13 @@ def _causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def _gap(sample: Input, value: float, _: Input) -> Input:
+def _gap(sample: Input, value: float, _: Sequence[Input]) -> Input:
     positions = sample.positions.clone()
     positions[-sample.response :] += round(value)
     return replace(sample, positions=positions.clamp_min(0), mask=_causal(len(positions)))
 
 
-def _window(sample: Input, value: float, _: Input) -> Input:
+def _window(sample: Input, value: float, _: Sequence[Input]) -> Input:
     length = len(sample.tokens)
     if value >= length:
         return sample
@@ -46,13 +50,107 @@ def _window(sample: Input, value: float, _: Input) -> Input:
     return replace(sample, mask=(distance >= 0) & (distance < value))
 
 
-def _neighbor(sample: Input, _: float, before: Input) -> Input:
-    tokens = torch.cat([before.tokens, sample.tokens])
-    positions = torch.cat([torch.arange(len(before.tokens)), sample.positions])
+def _neighbors(sample: Input, value: float, before: Sequence[Input]) -> Input:
+    """Attends to the last `value` samples before it."""
+    packed = before[max(len(before) - round(value), 0) :]
+    return _after(sample, packed)
+
+
+def _pack(sample: Input, value: float, before: Sequence[Input]) -> Input:
+    """Attends to the samples before it in a pack of `value` samples."""
+    earlier = len(before) % round(value)
+    return _after(sample, before[len(before) - earlier :])
+
+
+def _after(sample: Input, packed: Sequence[Input]) -> Input:
+    """Returns a sample that reads other samples before it; positions start anew in each."""
+    if not packed:
+        return sample
+    tokens = torch.cat([*(other.tokens for other in packed), sample.tokens])
+    starts = [torch.arange(len(other.tokens)) for other in packed]
+    positions = torch.cat([*starts, sample.positions])
     return replace(sample, tokens=tokens, positions=positions, mask=_causal(len(tokens)))
 
 
-def _fp8_cache(sample: Input, _: float, __: Input) -> Input:
+def _chunks(sample: Input, value: float, _: Sequence[Input]) -> Input:
+    """The prompt is read in chunks, and no chunk attends to an earlier one."""
+    prompt = len(sample.prompt)
+    if value >= prompt:
+        return sample
+    mask = _causal(len(sample.tokens))
+    chunk = torch.arange(prompt) // round(value)
+    mask[:prompt, :prompt] &= chunk[:, None] == chunk
+    return replace(sample, mask=mask)
+
+
+def _without(sample: Input, missing: Tensor) -> Input:
+    """Returns the input in which later tokens do not read the missing tokens [S].
+
+    A missing token has no key, and later positions move up. Its own log-prob stays.
+    """
+    if not missing.any():
+        return sample
+    positions = sample.positions - (missing.cumsum(0) - missing.long())
+    mask = _causal(len(sample.tokens)) & ~missing
+    mask.fill_diagonal_(True)
+    return replace(sample, positions=positions, mask=mask)
+
+
+def _turn_starts(sample: Input, value: float, _: Sequence[Input]) -> Input:
+    """The first tokens of every text between two turns are missing, such as a template's."""
+    return _without(sample, _between_turns(sample, round(value), 0))
+
+
+def _turn_ends(sample: Input, value: float, _: Sequence[Input]) -> Input:
+    """The last tokens of every text between two turns are missing."""
+    return _without(sample, _between_turns(sample, 0, round(value)))
+
+
+def _between_turns(sample: Input, first: int, last: int) -> Tensor:
+    """Returns the first and last tokens [S] of each run of tokens that the policy did not sample.
+
+    A run at the end of the response counts, too; no token follows it.
+    """
+    missing = torch.zeros(len(sample.tokens), dtype=torch.bool)
+    if sample.trained is None:
+        return missing
+    offset = len(sample.tokens) - sample.response
+    start = 0
+    for trained, run in groupby(sample.trained.tolist()):
+        end = start + len(list(run))
+        if not trained:
+            missing[offset + start : offset + min(start + first, end)] = True
+            missing[offset + max(end - last, start) : offset + end] = True
+        start = end
+    return missing
+
+
+def for_history(opening: int, closing: int) -> dict[str, Hypothesis]:
+    """Returns the hypothesis that thinking is removed from earlier turns.
+
+    Args:
+        opening: Token id that starts thinking.
+        closing: Token id that ends thinking.
+    """
+
+    def without_thinking(sample: Input, _: float, __: Sequence[Input]) -> Input:
+        missing = torch.zeros(len(sample.tokens), dtype=torch.bool)
+        if sample.trained is None or sample.trained.all():
+            return sample
+        last_turn = len(sample.tokens) - sample.response
+        untrained = (~sample.trained).nonzero()[:, 0]
+        last_turn += int(untrained[-1]) + 1
+        starts = (sample.tokens[:last_turn] == opening).nonzero()[:, 0].tolist()
+        ends = (sample.tokens[:last_turn] == closing).nonzero()[:, 0].tolist()
+        for start, end in zip(starts, ends, strict=False):
+            missing[start : end + 1] = True
+        return _without(sample, missing)
+
+    claim = "reads earlier turns without their thinking"
+    return {"thinking removed": Hypothesis(claim, "other_prompt", inputs=without_thinking)}
+
+
+def _fp8_cache(sample: Input, _: float, __: Sequence[Input]) -> Input:
     from transformers import DynamicCache
 
     def rounded(states: Tensor) -> Tensor:
@@ -144,6 +242,10 @@ def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
         )
     if without_start and full.startswith(without_start):
         table |= _for_start(_encoded(tokenizer, full.removeprefix(without_start)))
+    opening = _encoded(tokenizer, "<think>")
+    closing = _encoded(tokenizer, "</think>")
+    if len(opening) == len(closing) == 1:
+        table |= for_history(int(opening[0]), int(closing[0]))
     if without_thinking.startswith(full):
         table |= _for_thinking(_encoded(tokenizer, without_thinking.removeprefix(full)))
     return table
@@ -227,7 +329,34 @@ TABLE: dict[str, Hypothesis] = {
         "reads only the first {value:.0f} tokens of the prompt", lambda p, n: p[:n], SIZES
     ),
     "packed neighbor": Hypothesis(
-        "attends to the sample packed before it", "attention_mask", inputs=_neighbor
+        "attends to the {value:.0f} samples before it",
+        "attention_mask",
+        (1, 2, 3),
+        inputs=_neighbors,
+    ),
+    "pack": Hypothesis(
+        "attends to the samples before it in packs of {value:.0f}",
+        "attention_mask",
+        (2, 3, 4, 8),
+        inputs=_pack,
+    ),
+    "chunks": Hypothesis(
+        "reads the prompt in chunks of {value:.0f} tokens that do not see each other",
+        "attention_mask",
+        CHUNKS,
+        inputs=_chunks,
+    ),
+    "start of turns missing": Hypothesis(
+        "does not read the first {value:.0f} tokens between two turns (a template?)",
+        "other_prompt",
+        FEW,
+        inputs=_turn_starts,
+    ),
+    "end of turns missing": Hypothesis(
+        "does not read the last {value:.0f} tokens between two turns (a template?)",
+        "other_prompt",
+        FEW,
+        inputs=_turn_ends,
     ),
     "position gap": Hypothesis(
         "numbers the positions of the response {value:+.0f} higher",

@@ -14,7 +14,10 @@ from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input
 CANDIDATES = 48
 """Largest number of tokens for which a logit bias is tried."""
 MAX_BIASED = 8
-"""Largest number of tokens that a logit bias changes."""
+"""Largest number of tokens that a logit bias changes, in a large vocabulary."""
+VOCABULARY_PER_BIAS = 64
+"""Vocabulary entries for each biased token: biases of many tokens of a small vocabulary fit any
+mismatch."""
 MAX_RATIO = 0.95
 """Largest ratio of the remaining mismatch with and without one more token."""
 PENALTIES = (0.1, 0.3, 0.6, 1.0, 1.5)
@@ -100,6 +103,17 @@ def _exchanged(rows: list[Tensor], value: float) -> list[Tensor]:
     return result
 
 
+def _argmax(log_probs: Tensor, _: Tensor, __: float) -> Tensor:
+    return log_probs.amax(-1)
+
+
+def _padded(logits: Tensor, sample: Input, value: float) -> Tensor:
+    """More rows of the output layer that are 0, so that their logits are 0."""
+    # One column with the logarithm of their number has the same sum of exponentials.
+    rows = logits.new_full((len(logits), 1), math.log(max(value, 1.0)))
+    return torch.cat([logits, rows], 1)
+
+
 def _each(change: Callable[[Tensor, float], Tensor]) -> OutputEdit:
     return lambda rows, value: [change(row, value) for row in rows]
 
@@ -130,7 +144,8 @@ def logit_bias(logits: Tensor, target: Tensor, change: Tensor) -> Hypothesis | N
 
     candidates = _bias_candidates(probability, target, change)
     biases: dict[int, float] = {}
-    for _ in range(MAX_BIASED):
+    largest_number = min(MAX_BIASED, max(2, logits.shape[1] // VOCABULARY_PER_BIAS))
+    for _ in range(largest_number):
         best = min(_one_more_bias(biases, candidates), key=remaining, default={})
         # The best bias of a token depends on the others.
         for token in best:
@@ -199,10 +214,21 @@ def for_end(eos: int) -> dict[str, Hypothesis]:
         changed[: round(value), eos] = -math.inf
         return changed
 
+    def placeholder(log_probs: Tensor, response: Tensor, value: float) -> Tensor:
+        own = log_probs.gather(1, response[:, None])[:, 0]
+        return own.masked_fill(response == eos, value)
+
     # The last value forbids the token everywhere.
     values = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10**9)
     claim = "cannot end the text within {value:.0f} tokens"
-    return {"minimum length": Hypothesis(claim, "penalty", values, logits=late_end)}
+    return {
+        "minimum length": Hypothesis(claim, "penalty", values, logits=late_end),
+        "end placeholder": Hypothesis(
+            "reports 0 for the token that ends the text",
+            "placeholder_log_prob",
+            reported=placeholder,
+        ),
+    }
 
 
 TABLE: dict[str, Hypothesis] = {
@@ -260,6 +286,23 @@ TABLE: dict[str, Hypothesis] = {
         (-2, -1, 1, 2),
         outputs=_shifted,
     ),
+    "padded vocabulary": Hypothesis(
+        "has {value:.0f} more rows of zeros in the softmax (a padded vocabulary)",
+        "padded_vocabulary",
+        (4, 16, 64, 128, 256, 512, 1024),
+        logits=_padded,
+    ),
+    "argmax": Hypothesis(
+        "reports the log-prob of the likeliest token instead of the sampled one",
+        "argmax_log_prob",
+        reported=_argmax,
+    ),
+    "factor": Hypothesis(
+        "reports log-probs times {value:.4g}",
+        "broken_tokens",
+        (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.43, 1.67, 2.0),
+        outputs=_each(lambda x, value: x * value),
+    ),
     "log base": Hypothesis(
         "reports logarithms to base {value:.0f}",
         "broken_tokens",
@@ -272,6 +315,9 @@ TABLE: dict[str, Hypothesis] = {
         # The search replaces the value by the lowest log-prob.
         (-1.0,),
         outputs=_each(lambda x, low: x.clamp_min(low)),
+    ),
+    "logits in bf16": Hypothesis(
+        "rounds logits to bf16", "rounding", logits=lambda x, *_: x.bfloat16().float()
     ),
     "reported in bf16": Hypothesis(
         "reports log-probs in bf16", "rounding", outputs=_each(lambda x, _: x.bfloat16().float())

@@ -114,6 +114,8 @@ def for_weights(
         return table
     table |= _for_parts(path, different)
     table |= _for_layers(path, different)
+    table |= _for_shards(path, different)
+    table |= _for_tied_output(path, own, different)
     claim = f"reads the prompt from a cache that has the weights of {_escaped(path)}"
     table[f"prompt cache of {path}"] = Hypothesis(
         claim, "stale_cache", inputs=lambda sample, *_: replace(sample, prompt_network=network)
@@ -152,6 +154,64 @@ def _for_layers(path: str, different: Weights) -> dict[str, Hypothesis]:
     return {f"layer of {path}": Hypothesis(claim, CAUSE, indices, network=one_layer)}
 
 
+SHARDS = ((0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4))
+"""Rank and size of tensor parallelism, by the value of the hypothesis."""
+COLUMNS_SPLIT = ("o_proj", "down_proj")
+"""Tensors whose columns tensor parallelism splits; of all other matrices it splits the rows."""
+
+
+def _for_shards(path: str, different: Weights) -> dict[str, Hypothesis]:
+    """Returns the hypothesis that one rank of tensor parallelism has the other weights."""
+
+    def one_rank(model: Any, value: float) -> Any:
+        rank, size = SHARDS[round(value)]
+
+        def change(name: str, own: Tensor) -> Tensor:
+            if name not in different or own.dim() != 2:
+                return own
+            dim = int(any(word in name for word in COLUMNS_SPLIT))
+            return _with_shard(own, different[name].to(own), dim=dim, rank=rank, size=size)
+
+        return changed(model, change)
+
+    claim = f"has weights of {_escaped(path)} on one rank of tensor parallelism"
+    indices = tuple(range(len(SHARDS)))
+    return {f"shard of {path}": Hypothesis(claim, CAUSE, indices, network=one_rank)}
+
+
+def _with_shard(own: Tensor, other: Tensor, *, dim: int, rank: int, size: int) -> Tensor:
+    """Returns a matrix of which one rank's part has other values."""
+    length = own.shape[dim]
+    start = rank * length // size
+    end = (rank + 1) * length // size
+    changed_matrix = own.clone()
+    changed_matrix.narrow(dim, start, end - start).copy_(other.narrow(dim, start, end - start))
+    return changed_matrix
+
+
+def _for_tied_output(path: str, own: Weights, different: Weights) -> dict[str, Hypothesis]:
+    """Returns the hypothesis that a tied output layer keeps other weights than the embedding."""
+    embedding = next((name for name in different if "embed_tokens" in name), "")
+    tied = own.get("lm_head.weight")
+    if not embedding or tied is None or tied.data_ptr() != own[embedding].data_ptr():
+        return {}
+
+    @contextmanager
+    def untied(model: Any, _: float) -> Iterator[None]:
+        output_layer = model.get_output_embeddings()
+        weight = output_layer.weight
+        output_layer.weight = torch.nn.Parameter(
+            different[embedding].to(weight), requires_grad=False
+        )
+        try:
+            yield
+        finally:
+            output_layer.weight = weight
+
+    claim = f"has the output layer of {_escaped(path)}, although it is tied to the embedding"
+    return {f"tied output of {path}": Hypothesis(claim, CAUSE, network=untied)}
+
+
 def for_tensors(
     path: str, own: Weights, weights: Weights, gradient: Weights
 ) -> dict[str, Hypothesis]:
@@ -173,7 +233,24 @@ def for_tensors(
     table: dict[str, Hypothesis] = {}
     for name in sorted(effects, key=lambda name: -effects[name])[:SUSPECTS]:
         table |= _part(name, path, {name: weights[name]})
+        if weights[name].dim() == 2:
+            table |= _half(name, path, weights[name])
     return table
+
+
+def _half(name: str, path: str, weight: Tensor) -> dict[str, Hypothesis]:
+    """Returns the hypothesis that half of the rows of a tensor have other values."""
+
+    def one_half(model: Any, value: float) -> Any:
+        def change(other_name: str, own: Tensor) -> Tensor:
+            if other_name != name:
+                return own
+            return _with_shard(own, weight.to(own), dim=0, rank=round(value), size=2)
+
+        return changed(model, change)
+
+    claim = f"has half of the rows of {name} of {_escaped(path)}"
+    return {f"half of {name} of {path}": Hypothesis(claim, CAUSE, (0, 1), network=one_half)}
 
 
 def _part(part: str, path: str, weights: Weights) -> dict[str, Hypothesis]:
