@@ -205,7 +205,7 @@ def explain_disagreement(
         table.metadata.get("rollout_precision") or "",
     )
     case = _Case(rescored, search, precisions)
-    if not with_progress:
+    if not with_progress or not search.fitted:
         return rescored, case.proof()
     with _progress(search):
         return rescored, case.proof()
@@ -214,14 +214,15 @@ def explain_disagreement(
 @contextmanager
 def _progress(search: Search) -> Iterator[None]:
     """Prints the size of a search to stderr, and shows a bar in a terminal."""
+    sample = search.inputs[search.fitted[0]]
     start = time.perf_counter()
-    search.scorer.score([()], search.fitted)
-    seconds = time.perf_counter() - start
-    fitted = sum(len(search.inputs[i].tokens) for i in search.fitted)
+    with torch.inference_mode():
+        search.scorer.logits(sample)
+    seconds = (time.perf_counter() - start) / len(sample.tokens)
     work = search.largest_work()
     print(
         f"Scoring {len(search.inputs)} samples again under {len(search.table)} hypotheses: at most"
-        f" {work:,} tokens, about {seconds * work / max(fitted, 1):.0f} seconds; a clear cause ends"
+        f" {work:,} tokens, about {seconds * work:.0f} seconds; a clear cause ends"
         " the search earlier.",
         file=sys.stderr,
         flush=True,
