@@ -45,7 +45,7 @@ MAX_SCORED = 16_384
 """Largest number of tokens of that pass, for small models."""
 FULL_SAMPLES = 16
 """A long sample is cut to the tokens of the pass, divided by this number."""
-FITTED_WORK = 6e10
+FITTED_WORK = 4e10
 """Work of one pass over the samples that parameters are fitted on, parameters × tokens."""
 MIN_FITTED = 256
 """Smallest number of tokens that parameters are fitted on."""
@@ -64,6 +64,12 @@ WORTH_FITTING = 0.02
 """Smallest share on the grid for which a parameter is refined."""
 MAX_REFINED = 4
 """Largest number of hypotheses with forward passes that are refined."""
+LARGE_MODEL = 5e7
+"""Number of parameters from which on fewer hypotheses are refined, in fewer rounds."""
+LARGE_ROUNDS = 4
+"""Refinements of a parameter with forward passes of a large model."""
+LARGE_REFINED = 2
+"""Largest number of hypotheses with forward passes of a large model that are refined."""
 MEASURED = 8
 """Number of hypotheses that are measured on the held-out samples."""
 WORTH_MEASURING = 0.01
@@ -136,6 +142,11 @@ class Search:
         if isinstance(scorer, HfScorer):
             self.model = scorer.model
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.rounds = ROUNDS
+        self.max_refined = MAX_REFINED
+        if self.model is not None and parameters >= LARGE_MODEL:
+            self.rounds = LARGE_ROUNDS
+            self.max_refined = LARGE_REFINED
         limit = int(min(max(SCORED_WORK / parameters, MIN_SCORED), MAX_SCORED))
         self.inputs, self.delta, self.second = _samples(table, step, limit)
         self.sign = -1.0 if engine == "training" else 1.0
@@ -196,7 +207,7 @@ class Search:
             if hypothesis.cost:
                 stages.add(hypothesis.cost)
                 passes += len(hypothesis.values)
-        passes += 2 * ROUNDS * MAX_REFINED * len(stages)
+        passes += 2 * self.rounds * self.max_refined * len(stages)
         return passes * fitted + MEASURED * held_out
 
     def ranked(self, fixed: Edits = ()) -> list[Measured]:
@@ -277,16 +288,11 @@ class Search:
         for name in names:
             grid += [(name, float(value)) for value in self.table[name].values]
         best = self._improve({}, fixed, grid)
-        worth = [fit for fit in best.values() if fit.remaining < (1 - WORTH_FITTING) * before]
-        worth.sort(key=lambda fit: fit.remaining)
-        steps: dict[str, float] = {}
-        for fit in worth:
-            step = _step(self.table[fit.name], fit.value)
-            if step:
-                steps[fit.name] = step
-        if self.table[names[0]].cost:
-            steps = dict(list(steps.items())[:MAX_REFINED])
-        for _ in range(ROUNDS):
+        has_pass = bool(self.table[names[0]].cost)
+        steps = self._first_steps(best, before, has_pass=has_pass)
+        # Without a forward pass, a round costs nothing.
+        rounds = self.rounds if has_pass else ROUNDS
+        for _ in range(rounds):
             neighbors: list[Edit] = []
             for name, step in steps.items():
                 hypothesis = self.table[name]
@@ -299,6 +305,21 @@ class Search:
                     steps[name] = max(1.0, step // 2)
             self._improve(best, fixed, neighbors)
         return best
+
+    def _first_steps(
+        self, best: Mapping[str, Fit], before: float, *, has_pass: bool
+    ) -> dict[str, float]:
+        """Returns the first step of every parameter that is worth a refinement, by hypothesis."""
+        worth = [fit for fit in best.values() if fit.remaining < (1 - WORTH_FITTING) * before]
+        worth.sort(key=lambda fit: fit.remaining)
+        steps: dict[str, float] = {}
+        for fit in worth:
+            step = _step(self.table[fit.name], fit.value)
+            if step:
+                steps[fit.name] = step
+        if has_pass:
+            steps = dict(list(steps.items())[: self.max_refined])
+        return steps
 
     def _improve(self, best: dict[str, Fit], fixed: Edits, edits: Sequence[Edit]) -> dict[str, Fit]:
         """Tries parameters on the fitted samples; returns `best`, updated with better ones."""
