@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_tis.analysis.diagnosis.hypotheses.prompts import for_template
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
 from slime_tis.analysis.diagnosis.proof import Proof, explain_disagreement, prove
+from slime_tis.analysis.diagnosis.rescore import HfScorer
+from slime_tis.analysis.diagnosis.search import Search
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.main import main
 from tests.checkpoints import make_checkpoint
@@ -159,6 +161,24 @@ def test_a_prompt_cache_of_old_weights_is_named(start: Path, earlier: Path) -> N
     _, proof = prove(table, str(start), [str(earlier)])
     assert "prompt cache" in proof.explanations[0].name
     assert (proof.is_proven, proof.causes) == (True, ("stale_cache",)), proof.sentence
+
+
+def test_hypotheses_on_checkpoints_can_be_combined(
+    start: Path, earlier: Path, old_weights: Weights
+) -> None:
+    model = loaded(start)
+    table = dump(model, engine(start, {TENSOR: old_weights[TENSOR]}))
+    search = Search(table, HfScorer(model), None, "rollout")
+    before = set(search.table)
+    search.add({str(earlier): loaded(earlier)})
+    added = [name for name in search.table if name not in before]
+    others = ["packed neighbor", "attention window", "chunks", "position gap", "prompt cut"]
+    for name in added:
+        for other in others:
+            edits = tuple((each, search.table[each].values[0]) for each in (other, name))
+            (rows,) = search.scorer.score([edits], [1, 2])
+            assert [len(row) for row in rows] == [RESPONSE] * 2, edits
+            assert all(row.isfinite().all() for row in rows), edits
 
 
 def test_a_draft_model_is_named(start: Path, tmp_path: Path) -> None:

@@ -109,10 +109,11 @@ class HypothesisScorer:
         device = self._model.device
         options: dict[str, Any] = {}
         start = 0
+        mask: Tensor | None = None
         if read.mask is not None:
             # Attention of transformers adds a float mask [batch, heads, S, S] to its scores.
             mask = torch.where(read.mask, 0.0, torch.finfo(torch.float32).min)[None, None]
-            options["attention_mask"] = mask.to(device, next(self._model.parameters()).dtype)
+            mask = mask.to(device, next(self._model.parameters()).dtype)
         if read.cache is not None:
             options["past_key_values"] = read.cache()
             options["use_cache"] = True
@@ -120,9 +121,16 @@ class HypothesisScorer:
             # The last prompt token predicts the first response token, so the response reads it.
             start = len(read.prompt) - 1
             prompt = read.tokens[None, :start].to(device)
+            prompt_mask = None
+            if mask is not None:
+                prompt_mask = mask[..., :start, :start]
             with read.prompt_network(self._model, 1.0):
-                options["past_key_values"] = self._model(prompt, use_cache=True).past_key_values
+                output = self._model(prompt, attention_mask=prompt_mask, use_cache=True)
+            options["past_key_values"] = output.past_key_values
             options["use_cache"] = True
+        if mask is not None:
+            # The keys of a cached prompt stay.
+            options["attention_mask"] = mask[..., start:, :]
         options["position_ids"] = read.positions[None, start:].to(device)
         with ExitStack() as stack:
             if read.network is not None:
