@@ -55,6 +55,11 @@ def test_a_partly_confirmed_cause_is_a_candidate() -> None:
     assert causes_after(FAILED, finding("rounding", 0.75)) == ["unexplained", "rounding"]
 
 
+def test_noise_that_is_not_repeated_stays_a_candidate() -> None:
+    proof = replace(FAILED, tested={"rounding": 0.01})
+    assert causes_after(proof, finding("rounding", 0.55)) == ["unexplained", "rounding"]
+
+
 def test_a_confident_cause_without_a_hypothesis_stays() -> None:
     causes = causes_after(FAILED, finding("retokenised", 0.9))
     assert causes == ["retokenised", "unexplained"]
