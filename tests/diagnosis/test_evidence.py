@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_tis.analysis.diagnosis.diagnose import Diagnosis, diagnose, with_proof
+from slime_tis.analysis.diagnosis.diagnose import Diagnosis, _ranked, diagnose, with_proof
 from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.health import Finding
 from tests.diagnosis.test_diagnose import SAMPLES, TOKENS, Softmax
@@ -216,3 +216,18 @@ def test_a_large_mismatch_without_a_pattern_is_not_healthy() -> None:
     # One sign, and more than any precision makes.
     rollout = model.train + 0.5 + model.chance.random(model.train.shape)
     assert diagnose(model.table(rollout)).cause != "healthy"
+
+
+@pytest.mark.parametrize(
+    ("share", "causes"),
+    [
+        pytest.param(0.95, ["stale_weights", "rounding"], id="explained"),
+        pytest.param(0.5, ["stale_weights", "rounding", "position_drift"], id="a part is open"),
+    ],
+)
+def test_candidates_need_an_open_part(share: float, causes: list[str]) -> None:
+    named = Finding("stale_weights", ("a fact",), 0.93, share)
+    candidate = Finding("position_drift", ("a fact",), 0.6, 0.1)
+    noise = Finding("rounding", ("a fact",), 0.75, 0.2)
+    ranked = _ranked([named, noise, candidate], Finding("healthy", ()))
+    assert [each.cause for each in ranked] == causes

@@ -54,6 +54,8 @@ share of 0 marks findings that explain no Δ, such as a metric's."""
 OVERLAP = (
     "The shares add up to more than 100%, because several of these causes cover the same tokens."
 )
+ENOUGH = 1.0
+"""Share of the mismatch that several named causes cover, above which candidates are not shown."""
 MIN_SCORE = 0.05
 """Findings with a lower score are dropped."""
 
@@ -331,6 +333,11 @@ def _ranked(findings: Sequence[Finding], otherwise: Finding) -> tuple[Finding, .
         fact = f"other causes make the same pattern, so these are candidates only: {titles}"
         share = min(sum(finding.share for finding in candidates), 1.0)
         named = [Finding("unexplained", (fact,), candidates[0].confidence, share)]
+    is_unexplained = any(finding.cause == "unexplained" for finding in named)
+    covered = sum(finding.share for finding in named)
+    if not is_unexplained and covered > ENOUGH:
+        # The named causes explain all of the mismatch, so a shared pattern is no further cause.
+        candidates = []
     return tuple(_described(finding) for finding in (*named, *candidates))
 
 
