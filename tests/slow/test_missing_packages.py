@@ -19,7 +19,6 @@ sys.exit(main({argv!r}))
 """
 TRAIN = (
     "megatron",
-    "psutil",
     "pydantic",
     "math_verify",
     "tensorboard",
@@ -39,6 +38,7 @@ ALL = (
     "aiohttp",
     "msgspec",
     "tqdm",
+    "psutil",
     "pyarrow",
 )
 """Packages that a base install does not bring along."""

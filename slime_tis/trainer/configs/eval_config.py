@@ -20,7 +20,6 @@ from typing import Annotated, Any
 from slime_tis.errors import quoted
 from slime_tis.options.fields import Limits, check_fields, option
 from slime_tis.options.values import Option, Source, declare_options, nearest, read_given
-from slime_tis.options.yaml_file import read_document
 
 set_option = partial(option, None, group="evaluation")
 
@@ -79,6 +78,9 @@ def read_eval_config(path: str) -> tuple[EvalSet, ...]:
         ValueError: The file cannot be read, has no sets, or a key or value is wrong.
     """
     where = f"{FLAG} {quoted(path)}"
+    # PyYAML is not in a base install, whose `train --help` imports this module.
+    from slime_tis.options.yaml_file import read_document
+
     document = read_document(Path(path), FLAG)
     document = document.get("eval", document)
     if not isinstance(document, dict):
