@@ -6,6 +6,7 @@ metrics and options for the messages.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -222,7 +223,7 @@ def _sign_rule(cause: str, metric: str, message: str, fix: str) -> Rule:
 
 
 SAMPLES = (
-    " (the eighth of the samples that differs most has"
+    " ({values[train/largest_samples_fraction]:.0%} of the samples, those that differ most, have"
     " {values[train/largest_samples_share]:.0%} of the mismatch)"
 )
 """Concentration of the mismatch, for messages."""
@@ -427,7 +428,7 @@ class LiveHealth:
         self._health = Health(correction, live_rules(framework))
         self._samples_are_fresh = framework.samples_are_fresh
         self._stops = on_alarm == "stop"
-        self._prints = prints
+        self.prints = prints
         self._first_step: int | None = None
         self._first_size: float | None = None
         self._first_k3 = 0.0
@@ -437,7 +438,7 @@ class LiveHealth:
 
         Args:
             step: Optimizer steps made before.
-            metrics: Our names of the metrics and their values.
+            metrics: Our names of the metrics and their values. NaN counts as missing.
 
         Returns:
             health/CAUSE: 1 while an alarm is on, 0 at the step at which it ends.
@@ -445,8 +446,10 @@ class LiveHealth:
         Raises:
             HealthAlarm: An alarm of `STOPPING` began and `on_alarm` is "stop".
         """
+        # A comparison with NaN is false, so an alarm would end without a measurement.
+        measured = {name: value for name, value in metrics.items() if not math.isnan(value)}
         # The rules know only one step; growth and advice need the first batch as well.
-        values = {**metrics, **self._derived(step, metrics)}
+        values = {**measured, **self._derived(step, measured)}
         health, changes = self._health.observe(values)
         stopping = []
         for change in changes:
@@ -456,7 +459,7 @@ class LiveHealth:
                 if change.name in STOPPING:
                     stopping.append(message)
             # Other processes have the same alarm, and raise it together.
-            if self._prints:
+            if self.prints:
                 logger.warning(message)
         if stopping and self._stops:
             raise HealthAlarm(" ".join(stopping))
@@ -465,16 +468,18 @@ class LiveHealth:
     def _derived(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Values that need the first batch, or several metrics."""
         derived: dict[str, float] = {}
+        if self._first_step is None and metrics:
+            # Also of a batch whose tokens cannot be compared: it may be trained on.
+            self._first_step = step
         size = metrics.get("train/abs_diff")
-        if size is not None:
-            if self._first_step is None or self._first_size is None:
+        if size is not None and self._first_step is not None:
+            if step == self._first_step and self._first_size is None:
                 # The engine has just loaded the weights that training starts from.
-                self._first_step = step
                 self._first_size = size
                 self._first_k3 = metrics.get("train/mismatch_k3_kl", 0.0)
             derived["train/updates"] = float(step - self._first_step)
             is_comparable = self._samples_are_fresh or "train/weight_staleness" in metrics
-            if step > self._first_step and is_comparable:
+            if step > self._first_step and self._first_size is not None and is_comparable:
                 # fp32 engines may agree to the last bit
                 derived["train/mismatch_growth"] = size / max(self._first_size, 1e-6)
                 derived["train/first_k3"] = self._first_k3
@@ -503,7 +508,7 @@ class StepMonitor:
         self._sums: Tensor | None = None
 
     def add(
-        self, step: int, statistics: Statistics, sums: Tensor, ranks: Ranks
+        self, step: int, statistics: Statistics, sums: Tensor, ranks: Ranks, *, prints: bool
     ) -> dict[str, float]:
         """Adds a micro-batch; the first one of a step also checks the step before.
 
@@ -512,6 +517,7 @@ class StepMonitor:
             statistics: Of the micro-batch.
             sums: Its `token_sums`.
             ranks: Ranks that train on parts of a batch; each has the same steps.
+            prints: Whether this process prints the messages.
 
         Returns:
             Metrics without prefix and health/CAUSE of the step before, if one has ended; else
@@ -531,6 +537,7 @@ class StepMonitor:
             metrics = self._statistics.all_reduce(ranks).metrics()
             metrics |= sign_metrics(total)
             values = {f"train/{name}": value for name, value in metrics.items()}
+            self._health.prints = prints
             metrics = logged(metrics, all_metrics=False) | self._health.check(self._step, values)
         self._step = step
         self._statistics = statistics

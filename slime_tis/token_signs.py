@@ -60,11 +60,10 @@ class TokenSums(NamedTuple, Generic[Value]):
     above_zero: Value
     """Tokens whose rollout log-prob is above 0."""
     bounded: Value
-    """Tokens that have the smallest rollout log-prob, and that training finds less likely."""
-    bounded_train: Value
-    """Σ log π_train of these tokens."""
-    bounded_train_squared: Value
-    """Σ (log π_train)² of these tokens."""
+    """Tokens that share the smallest rollout log-prob of their part of the batch, and that training
+    finds less likely; 0 in a part with one such token."""
+    bounded_deviation: Value
+    """Σ (log π_train − their mean in the part)² of these tokens."""
     train: Value
     rollout: Value
     train_squared: Value
@@ -80,7 +79,9 @@ class TokenSums(NamedTuple, Generic[Value]):
     shifted_samples: Value
     """Of these, samples that agree after a shift by one token, or with a neighboring sample."""
     largest_samples: Value
-    """Σ abs(Δ) of the eighth of the samples with the largest sums."""
+    """Σ abs(Δ) of the eighth of the samples with the largest sums, rounded up in each part."""
+    chosen_samples: Value
+    """Number of these samples."""
     known_age: Value
     """Tokens whose weight version is known."""
     age: Value
@@ -128,7 +129,12 @@ def token_sums(
     lowest = torch.nn.functional.pad(candidates_BT.flatten(), (0, 1), value=torch.inf).min()
     below_BT = train_BT < rollout_BT - PLACEHOLDER_SIZE
     is_bounded_BT = valid_BT & (rollout_BT == lowest) & below_BT
-    bounded_train_BT = torch.where(is_bounded_BT, train_BT, 0.0)
+    # Every part has a smallest log-prob. Without this, many ranks would look like a bound.
+    is_bounded_BT = is_bounded_BT & (is_bounded_BT.sum() > 1)
+    bounded = is_bounded_BT.sum()
+    bounded_mean = torch.where(is_bounded_BT, train_BT, 0.0).sum() / bounded.clamp_min(1)
+    # From the part's mean: each part has its own smallest log-prob.
+    deviation_BT = torch.where(is_bounded_BT, train_BT - bounded_mean, 0.0)
     ratio_BT = torch.where(valid_BT, safe_exp(delta_BT).clamp(max=MAX_RATIO) - 1, 0.0)
     k3_BT = torch.where(valid_BT, safe_exp(delta_BT) - 1 - delta_BT, 0.0)
     if age_BT is None:
@@ -141,6 +147,7 @@ def token_sums(
     size_B = size_BT.sum(1)
     # Rounded up, so that a batch of fewer than eight samples has one.
     eighth = (len(size_B) + 7) // 8
+    samples = valid_BT.any(1).sum()
     long_B = valid_BT.sum(1) >= MIN_LENGTH
     sums: TokenSums[Tensor] = TokenSums(
         trained=mask_BT.bool().sum(),
@@ -151,9 +158,8 @@ def token_sums(
         rest_positive=torch.where(is_zero_BT, 0.0, delta_BT.clamp(0, MAX_SIZE)).sum(),
         rest_large=torch.where(is_large_BT, size_BT, 0.0).sum(),
         above_zero=(rollout_BT > MIN_POSITIVE).sum(),
-        bounded=is_bounded_BT.sum(),
-        bounded_train=bounded_train_BT.sum(),
-        bounded_train_squared=bounded_train_BT.square().sum(),
+        bounded=bounded,
+        bounded_deviation=deviation_BT.square().sum(),
         train=train_BT.sum(),
         rollout=rollout_BT.sum(),
         train_squared=train_BT.square().sum(),
@@ -161,10 +167,11 @@ def token_sums(
         product=(train_BT * rollout_BT).sum(),
         ratio=ratio_BT.sum(),
         ratio_squared=ratio_BT.square().sum(),
-        samples=valid_BT.any(1).sum(),
+        samples=samples,
         long_samples=long_B.sum(),
         shifted_samples=(long_B & _is_shifted(train_BT, rollout_BT, valid_BT)).sum(),
         largest_samples=size_B.topk(eighth).values.sum(),
+        chosen_samples=samples.clamp(max=eighth),
         known_age=is_known_BT.sum(),
         age=torch.where(is_known_BT, age_BT, 0).sum(),
         stale=is_stale_BT.sum(),
@@ -186,7 +193,10 @@ def _is_shifted(train_BT: Tensor, rollout_BT: Tensor, valid_BT: Tensor) -> Tenso
             if dimension == 1 and both_BT.shape[1]:
                 # roll moves the token from one end of a sample to the other end
                 both_BT = both_BT.clone()
-                both_BT[:, 0 if distance == 1 else -1] = False
+                edge = -1
+                if distance == 1:
+                    edge = 0
+                both_BT[:, edge] = False
             own_B = _mean_size(train_BT - rollout_BT, both_BT)
             other_B = _mean_size(train_BT - other_BT, both_BT)
             enough_B = both_BT.sum(1) >= MIN_LENGTH - 1
@@ -229,12 +239,11 @@ def sign_metrics(sums: Tensor) -> dict[str, float]:
         "rest_large_share": total.rest_large / rest,
         "above_zero_fraction": total.above_zero / total.tokens,
         "bounded_tokens": total.bounded,
-        "bounded_spread": _deviation(
-            total.bounded_train, total.bounded_train_squared, total.bounded
-        ),
+        "bounded_spread": math.sqrt(total.bounded_deviation / max(total.bounded, 1)),
         "log_prob_dependence": _dependence(total),
         "sampled_ratio_errors": _standard_errors(total),
         "largest_samples_share": total.largest_samples / max(total.size, 1e-12),
+        "largest_samples_fraction": total.chosen_samples / total.samples,
     }
     if total.long_samples:
         metrics["shifted_sample_fraction"] = total.shifted_samples / total.long_samples

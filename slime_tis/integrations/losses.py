@@ -444,6 +444,7 @@ def ms_swift(correction: RolloutCorrectionConfig, *, on_alarm: OnAlarm = "warn")
                 batch.correction.statistics,
                 token_sums(old, rollout, mask),
                 ranks,
+                prints=trainer.accelerator.is_main_process,
             )
             for name, value in metrics.items():
                 full_name = name if name.startswith("health/") else PREFIX + name

@@ -158,7 +158,13 @@ def _columns(datum: Any) -> Columns:
         mask = advantages != 0
     age = -1
     if "weight_age" in inputs:
-        age = int(inputs["weight_age"].to_torch().flatten()[0])
+        age_values = inputs["weight_age"].to_torch().flatten()
+        if len(age_values) != 1:
+            raise ValueError(
+                f"weight_age in loss_fn_inputs of a datum has {len(age_values)} entries; give one"
+                " number per datum, the optimizer steps since the weights that sampled it."
+            )
+        age = int(age_values[0])
     return Columns(inputs["logprobs"].to_torch(), advantages, mask, age)
 
 

@@ -212,14 +212,15 @@ class RolloutCorrectionMixin:
         # On the host, so that the device gets one copy.
         version_BT = torch.full(completion_BT.shape, -1, dtype=torch.int64)
         for i, row in enumerate(inputs):
-            versions = row.get("weight_versions", loaded_step)
+            # An engine may count in numpy or torch, whose scalars are no int.
+            versions = torch.as_tensor(row.get("weight_versions", loaded_step))
             length = self._lengths[i]
-            if not isinstance(versions, int) and len(versions) != length:
+            if versions.ndim and len(versions) != length:
                 raise ValueError(
                     f"weight_versions of sample {i} from rollout_func has {len(versions)} entries"
                     f" for {length} tokens; return one number per sample or one per token."
                 )
-            version_BT[i, :length] = torch.as_tensor(versions)
+            version_BT[i, :length] = versions
         return version_BT.to(completion_BT.device, non_blocking=True)
 
     def _old_policy(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:

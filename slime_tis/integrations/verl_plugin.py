@@ -190,7 +190,7 @@ class DriverHealth:
         self._signs = sign_metrics(sums)
 
     def checked(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """The metrics of a step with health/CAUSE.
+        """The metrics of a step with health/CAUSE, and with the signs if all metrics are logged.
 
         Raises:
             HealthAlarm: See `LiveHealth`.
@@ -198,6 +198,10 @@ class DriverHealth:
         if self._health is None:
             return data
         values = {f"train/{name}": value for name, value in self._signs.items()}
+        signs = {}
+        if self.log_all_metrics:
+            # Not in the helper's result: without a block slime_tis it has only verl's metrics.
+            signs = {VERL.metric(name): value for name, value in self._signs.items()}
         # A line without a new batch, such as a validation, must not repeat the old signs.
         self._signs = {}
         for name, value in data.items():
@@ -213,7 +217,7 @@ class DriverHealth:
             values["train/nonfinite_gradient_steps"] = float(not is_finite)
         if "actor/pg_clipfrac" in data:
             values["train/pg_clipfrac"] = float(data["actor/pg_clipfrac"])
-        return {**data, **self._health.check(step, values)}
+        return {**signs, **data, **self._health.check(step, values)}
 
 
 DRIVER_HEALTH = DriverHealth()

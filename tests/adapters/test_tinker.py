@@ -229,6 +229,14 @@ def test_only_current_weights_can_lack_updates(age):
     assert alarms == ({"custom/health/weights_not_updated:mean"} if age == 0 else set())
 
 
+@pytest.mark.parametrize("ages", [[], [0, 2]], ids=["empty", "two"])
+def test_a_datum_has_one_age(ages):
+    data, log_probs = batch()
+    data[0].loss_fn_inputs["weight_age"] = numbers(torch.tensor(ages, dtype=torch.int64))
+    with pytest.raises(ValueError, match=f"weight_age .* has {len(ages)} entries; give one"):
+        sent(data, log_probs, corrected_loss(CONFIGS["tis"]))
+
+
 def test_by_default_few_metrics_are_returned():
     _, metrics = sent(*batch(), corrected_loss(CONFIGS["tis"]))
     assert len(metrics) == 10

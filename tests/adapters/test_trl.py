@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from trl import GRPOTrainer
@@ -258,6 +259,14 @@ def test_dumps_have_the_weight_versions_of_a_rollout_func(per_token, tmp_path):
     assert version.tolist() == [max(step - 2, 0) for step in table.step]
 
 
+@pytest.mark.parametrize("scalar", [np.int64, torch.tensor], ids=["numpy", "torch"])
+def test_a_weight_version_may_be_a_scalar_of_a_library(scalar, tmp_path):
+    run = trainer(tmp_path, TIS)
+    batch = first_batch(run)
+    versions = run._weight_versions([{"weight_versions": scalar(3)} for _ in run._lengths], batch)
+    assert sorted((versions == 3).sum(1).tolist()) == sorted(run._lengths)
+
+
 def test_dumps_of_unknown_weights_have_no_versions(tmp_path):
     assert dumped(tmp_path).weight_version is None
 
@@ -313,7 +322,7 @@ def test_a_gradient_that_is_nan_raises_an_alarm(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "number"), [({}, 10), ({"log_all_metrics": True}, 47)], ids=["default", "all"]
+    ("options", "number"), [({}, 10), ({"log_all_metrics": True}, 48)], ids=["default", "all"]
 )
 def test_number_of_logged_metrics(options, number, tmp_path):
     rows = history(trainer(tmp_path, TIS, extra=options))

@@ -209,6 +209,12 @@ def test_an_alarm_is_in_the_log_of_verl():
     assert row["rollout_corr/mismatch_k3_kl"] > 0
 
 
+@pytest.mark.parametrize("option", ["use_tis=true", "+rollout_is=token"], ids=["ours", "verl's"])
+def test_all_metrics_of_verl_have_the_signs(option):
+    (row,) = logged_rows([shifted_columns()], option, "HEALTH.log_all_metrics=true")
+    assert row["rollout_corr/shifted_sample_fraction"] > 0.5
+
+
 def test_an_alarm_reads_options_of_verl():
     (row,) = logged_rows([shifted_columns()], "+rollout_is=token")
     assert row["health/shifted_tokens"] == 1.0

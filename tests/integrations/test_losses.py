@@ -161,6 +161,7 @@ def swift_trainer(step: int = 0) -> SimpleNamespace:
         disable_rollout_importance_sampling=False,
         model=SimpleNamespace(training=True),
         state=SimpleNamespace(global_step=step),
+        accelerator=SimpleNamespace(is_main_process=True),
         _metrics={"train": defaultdict(list)},
     )
 
@@ -577,10 +578,13 @@ def test_skyrl_refuses_a_second_correction() -> None:
         losses.skyrl(peers.skyrl, METRICS)(log_probs, log_probs, log_probs, options)
 
 
-def swift_log(rollout: Tensor, old: Tensor, **options: Any) -> Metrics:
+def swift_log(
+    rollout: Tensor, old: Tensor, *, is_main_process: bool = True, **options: Any
+) -> Metrics:
     """The log of ms-swift at the third step, after two micro-batches per step."""
     method = losses.ms_swift(METRICS, **options)
     trainer = swift_trainer()
+    trainer.accelerator.is_main_process = is_main_process
     for step in range(3):
         trainer.state.global_step = step
         for half in (slice(0, 2), slice(2, 4)):
@@ -602,6 +606,15 @@ def test_ms_swift_logs_the_metrics_of_complete_steps() -> None:
 def test_ms_swift_logs_an_alarm() -> None:
     old = clean_log_probs()
     assert swift_log(old.roll(-1, 1), old)["health/shifted_tokens"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("is_main_process", [True, False], ids=["first", "other"])
+def test_only_the_first_process_of_ms_swift_prints(
+    is_main_process: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = clean_log_probs()
+    swift_log(old.roll(-1, 1), old, is_main_process=is_main_process)
+    assert len(caplog.messages) == is_main_process
 
 
 def test_ms_swift_stops_at_an_alarm_if_asked() -> None:

@@ -1,6 +1,7 @@
 """Alarms during training in other trainers: causes, messages in their words, and the stop."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -107,6 +108,30 @@ def test_a_mismatch_that_begins_after_the_first_batch_is_missing_updates():
 def test_a_known_age_explains_a_mismatch():
     stale = metrics(*engines(noise=1.0), age=4)
     assert alarms([HEALTHY, stale, stale]) == [(1, "staleness"), (2, "stale_weights")]
+
+
+UNMEASURED = {"train/nonfinite_token_fraction": 0.0}
+"""Metrics of a batch without one token that both engines know."""
+
+
+def test_updates_before_the_first_measured_batch_are_counted():
+    assert alarms([UNMEASURED, CAUSES["other_network"]]) == []
+
+
+def test_a_step_without_data_is_not_the_first_batch():
+    assert alarms([{}, CAUSES["other_network"]]) == [(1, "other_network")]
+
+
+@pytest.mark.parametrize("name", ["train/mismatch_k3_kl", "train/mismatch_k3_kl_stale"])
+def test_a_value_of_nan_is_missing(name):
+    row = {"train/stale_age": 2.0, name: 0.4}
+    unknown = row | {name: math.nan}
+    health = LiveHealth(CONFIG, frameworks.TRL)
+    first = [health.check(step, row) for step in (0, 1)][-1]
+    later = [health.check(step, unknown) for step in range(2, 20)]
+    assert 1.0 in first.values()
+    # Not ended: nothing has been measured since.
+    assert all(0.0 not in each.values() for each in later)
 
 
 def test_advice_for_stale_weights_has_numbers(caplog):

@@ -90,6 +90,37 @@ def test_a_clamp_makes_equal_smallest_log_probs():
     assert metrics["bounded_spread"] > 0.3
 
 
+def skewed_parts(bound: float = -math.inf) -> Tensor:
+    """Sums of 16 ranks whose engine has bf16 noise and reports no log-prob below the bound."""
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(len(TokenSums._fields), dtype=torch.float64)
+    for _ in range(16):
+        rollout = -4 * torch.rand(4, 50, generator=generator).square()
+        noise = 0.05 * torch.randn(rollout.shape, generator=generator)
+        total += token_sums(rollout + noise, rollout.clamp(min=bound), torch.ones(4, 50))
+    return total
+
+
+def test_smallest_log_probs_of_many_ranks_are_no_bound():
+    assert sign_metrics(skewed_parts())["bounded_tokens"] == 0
+
+
+def test_a_bound_on_all_ranks_is_counted():
+    metrics = sign_metrics(skewed_parts(bound=-3.0))
+    assert metrics["bounded_tokens"] > 100
+    assert metrics["bounded_spread"] > 0.2
+
+
+def test_equal_tokens_of_two_ranks_have_no_spread():
+    parts = []
+    for lowest in (-5.0, -8.0):
+        rollout = torch.tensor([[-1.0, lowest], [-1.0, lowest]])
+        parts.append(token_sums(rollout - 0.1, rollout, torch.ones(2, 2)))
+    metrics = sign_metrics(parts[0] + parts[1])
+    assert metrics["bounded_tokens"] == 4
+    assert metrics["bounded_spread"] == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.parametrize("factor", [0.5, 0.99, 1.5])
 def test_a_factor_is_an_exact_dependence(factor):
     dependence = signs(factor * TRAIN)["log_prob_dependence"]
@@ -117,6 +148,13 @@ def test_two_samples_with_the_mismatch_are_its_concentration():
     rollout[[3, 11]] -= 1.0
     metrics = signs(rollout, TRAIN.repeat(2, 1), MASK.repeat(2, 1))
     assert metrics["largest_samples_share"] == pytest.approx(1, abs=1e-6)
+
+
+def test_single_samples_are_all_of_their_micro_batches():
+    rollout = TRAIN - 0.1
+    parts = [token_sums(TRAIN[i : i + 1], rollout[i : i + 1], MASK[:1]) for i in range(SAMPLES)]
+    assert signs(rollout)["largest_samples_fraction"] == 1 / SAMPLES
+    assert sign_metrics(torch.stack(parts).sum(0))["largest_samples_fraction"] == 1
 
 
 def test_ages_split_the_mismatch():
