@@ -287,9 +287,11 @@ class EngineCheck:
         engine = ""
         checkpoint = Path(self.learner.engine.config.hf_checkpoint)
         size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-        if size <= MAX_PROVEN_BYTES:
+        # Nothing is left to score if a certain finding explains all tokens.
+        answers = diagnosis.rest
+        if answers is not None and answers.valid.any() and size <= MAX_PROVEN_BYTES:
             try:
-                _, proof = prove(diagnosis.rest or table, str(checkpoint))
+                _, proof = prove(answers, str(checkpoint))
             # A check that fails must not end the run.
             except Exception as error:
                 sentence = f"{sentence} Scoring again failed: {first_line(error)}"

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slime_tis.analysis.diagnosis.engine_rules import concentration
+from slime_tis.analysis.diagnosis.engine_rules import share_of_largest_tenth
 from slime_tis.analysis.diagnosis.trained_tokens import Tokens, tokens_of
 from slime_tis.analysis.dumps.files import parquet_tables
 from slime_tis.analysis.dumps.table import TokenTable
@@ -88,7 +88,7 @@ def statistics(tokens: Tokens) -> list[float]:
     )
     return [
         *logs.tolist(),
-        concentration(relative),
+        share_of_largest_tenth(relative),
         float(delta.sum() / size.sum()),
         slope / float(size.mean()),
         float(np.corrcoef(np.log(size + 1e-9), np.log(uncertainty))[0, 1]),

@@ -168,8 +168,9 @@ def measure(
     rows = []
     for rollout, hypothesis in ROLLOUT.items():
         torch.manual_seed(0)
+        has_fp8_cache = rollout == "fp8 KV cache"
         with precision(model, hypothesis):
-            samples = answered(model, ids, length, fp8_cache=rollout == "fp8 KV cache")
+            samples = answered(model, ids, length, fp8_cache=has_fp8_cache)
         for training, scoring in TRAINING.items():
             with precision(model, scoring):
                 log_probs = scored(model, samples)

@@ -43,7 +43,18 @@ def test_an_even_mismatch_is_spread() -> None:
 
 def test_a_mismatch_of_three_samples_has_no_common_property() -> None:
     text = sentence(of_samples([1, 7, 15]))
-    assert text.startswith("3 of 20 samples carry 90% of the mismatch; no server")
+    assert text.startswith("3 of 20 samples carry 90% of the mismatch, without a common property")
+
+
+def test_only_known_properties_count_as_compared() -> None:
+    text = sentence(of_samples([1, 7, 15]))
+    assert text.endswith("(compared: position, response length)")
+
+
+def test_a_known_server_counts_as_compared() -> None:
+    worker = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 3
+    text = sentence(of_samples([1, 3, 5]), rollout_worker=worker)
+    assert text.endswith("(compared: server, position, response length)")
 
 
 def test_the_common_server_is_named() -> None:
@@ -56,7 +67,7 @@ def test_the_common_server_is_named() -> None:
 def test_the_common_prompt_is_named() -> None:
     group = [i // 4 for i in range(SAMPLES)]
     text = sentence(of_samples([8, 9, 10, 11]), group=group)
-    assert "of the group (prompt) 2, 20% of all tokens" in text
+    assert "of prompt 2, 20% of all tokens" in text
 
 
 def test_the_common_step_is_named() -> None:
@@ -73,7 +84,7 @@ def test_the_last_position_is_named() -> None:
 def test_the_common_token_is_named() -> None:
     token = np.arange(SAMPLES * TOKENS).reshape(SAMPLES, TOKENS) % 7
     size = np.where(token == 3, 1.0, 1e-3)
-    assert "with the id 3, 14% of all tokens" in sentence(size, token=token)
+    assert "of token id 3, 14% of all tokens" in sentence(size, token=token)
 
 
 @pytest.mark.parametrize(

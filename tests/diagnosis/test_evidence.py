@@ -94,9 +94,33 @@ def test_tokens_of_a_certain_finding_are_not_scored_again() -> None:
     result = diagnose(model.table(rollout))
     assert result.findings[0].cause == "mask_mistake"
     assert result.rest is not None
-    expected = np.ones((SAMPLES, TOKENS))
-    expected[::3, 6:12] = 0
-    assert result.rest.loss_mask.reshape(SAMPLES, TOKENS).tolist() == expected.tolist()
+    expected = np.ones((SAMPLES, TOKENS), bool)
+    expected[::3, 6:12] = False
+    assert result.rest.valid.reshape(SAMPLES, TOKENS).tolist() == expected.tolist()
+
+
+def test_tokens_that_are_not_scored_again_stay_trained() -> None:
+    model = Softmax()
+    rollout = model.noisy(0.1)
+    rollout[::3, 6:12] = 0.0
+    result = diagnose(model.table(rollout))
+    assert result.rest is not None
+    assert result.rest.loss_mask.all()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, -9999.0])
+@pytest.mark.parametrize("engine", ["train", "rollout"])
+def test_a_dump_without_log_probs_is_not_measured(engine: str, value: float) -> None:
+    model = Softmax()
+    getattr(model, engine)[:] = value
+    (finding,) = diagnose(model.table(model.rollout)).findings
+    assert (finding.cause, finding.confidence) == ("not_measured", 0.0)
+    assert f"{SAMPLES * TOKENS} of {SAMPLES * TOKENS}" in " ".join(finding.evidence)
+
+
+def test_a_healthy_dump_has_no_concentration() -> None:
+    model = Softmax()
+    assert diagnose(model.table(model.rollout + 1e-7)).concentration == ""
 
 
 def test_the_end_token_with_a_placeholder_is_named() -> None:

@@ -25,7 +25,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slime_tis.analysis.diagnosis.hypotheses import TABLE, Hypothesis, hypotheses
+from slime_tis.analysis.diagnosis.hypotheses import TABLE, Hypothesis, Input, hypotheses
+from slime_tis.analysis.diagnosis.hypotheses.prompts import for_history
 from slime_tis.analysis.diagnosis.proof import explain_disagreement, prove
 from slime_tis.analysis.diagnosis.rescore import HfScorer
 from slime_tis.analysis.diagnosis.search import Search
@@ -333,6 +334,70 @@ def test_padding_rows_in_the_softmax_are_named(model: Any) -> None:
 def warm(model: Any) -> TokenTable:
     """Samples of an engine at another temperature."""
     return dump(model, PLANTED["temperature"][0])
+
+
+def between_turns() -> np.ndarray:
+    """Loss mask [T] of a response with four tokens of a tool in the middle."""
+    mask = np.ones(RESPONSE)
+    mask[3:7] = 0
+    return mask
+
+
+def without(positions: list[int]) -> Engine:
+    """Later tokens do not read the tokens of the response at some positions."""
+
+    def engine(model: Any, tokens: torch.Tensor) -> Rows:
+        own = log_probs(logits_of(model, tokens), tokens)
+        kept = [i for i in range(PROMPT + RESPONSE) if i - PROMPT not in positions]
+        with torch.inference_mode():
+            logits = model(tokens[:, kept]).logits.log_softmax(-1)
+        rows = own.clone()
+        for t in range(max(positions) + 1, RESPONSE):
+            before = kept.index(PROMPT + t) - 1
+            rows[:, t] = logits[:, before].gather(1, tokens[:, PROMPT + t, None])[:, 0]
+        return rows
+
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("positions", "name", "value"),
+    [
+        pytest.param([3, 4], "start of turns missing", 2.0, id="start"),
+        pytest.param([6], "end of turns missing", 1.0, id="end"),
+    ],
+)
+def test_a_text_between_turns_that_is_cut_is_named(
+    positions: list[int], name: str, value: float, model: Any
+) -> None:
+    table = dump(model, without(positions))
+    mask = np.tile(between_turns(), SAMPLES).astype(np.uint8)
+    _, proof = explain_disagreement(model, replace(table, loss_mask=mask))
+    best = proof.explanations[0]
+    assert (best.name, best.value) == (name, value), proof.sentence
+    assert proof.causes == ("other_prompt",)
+
+
+def test_thinking_that_is_removed_from_earlier_turns() -> None:
+    tokens = torch.tensor([9, 9, 50, 7, 51, 8, 6, 6, 5, 5])
+    trained = torch.tensor([True, True, True, True, False, False, True, True])
+    sample = Input(tokens=tokens, response=8, positions=torch.arange(10), trained=trained)
+    edit = for_history(50, 51)["thinking removed"].inputs
+    assert edit is not None
+    changed = edit(sample, 0.0, [])
+    # The last turn reads neither the thinking nor its marks, and its positions move up.
+    assert changed.positions[-2:].tolist() == [5, 6]
+    assert changed.mask is not None
+    assert changed.mask[-1].tolist() == [True, True, False, False, False, *[True] * 5]
+
+
+def test_thinking_of_a_single_turn_stays() -> None:
+    tokens = torch.tensor([9, 9, 50, 7, 51, 8])
+    trained = torch.ones(4, dtype=torch.bool)
+    sample = Input(tokens=tokens, response=4, positions=torch.arange(6), trained=trained)
+    edit = for_history(50, 51)["thinking removed"].inputs
+    assert edit is not None
+    assert edit(sample, 0.0, []) is sample
 
 
 def test_a_fault_of_training_is_named(warm: TokenTable, path: Path) -> None:

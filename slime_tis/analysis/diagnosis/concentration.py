@@ -1,9 +1,10 @@
-"""Which samples carry the mismatch, and what they have in common.
+"""Which samples carry the mismatch, and their common properties.
 
 A fault of one server, prompt or turn shows here even if no rule knows its pattern.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,7 +31,7 @@ QUARTERS = 4
 
 
 def concentration(tokens: Tokens) -> str:
-    """Returns the share of the samples that carries 90 % of Σ abs(Δ), and what its tokens share.
+    """Returns how many samples carry 90 % of Σ abs(Δ), and the common property of its tokens.
 
     Args:
         tokens: The trained tokens of a dump.
@@ -47,12 +48,14 @@ def concentration(tokens: Tokens) -> str:
     count = int(np.searchsorted(ordered.cumsum(), CARRIED * total)) + 1
     share = count / len(samples)
     sentence = f"{count} of {len(samples)} samples carry {CARRIED:.0%} of the mismatch"
-    common = _common_property(tokens, index, size / total)
+    properties = list(_properties(tokens, index, size / total))
+    common = _common_property(properties, size / total)
     if common:
         return f"{sentence}; {common}"
     if share >= SPREAD_OUT:
         return f"{sentence}: it is spread over them"
-    return f"{sentence}; no server, prompt, turn, length, position or step is common to them"
+    compared = ", ".join(dict.fromkeys(each.kind for each in properties))
+    return f"{sentence}, without a common property (compared: {compared})"
 
 
 def affected(tokens: Tokens) -> Mask:
@@ -74,51 +77,76 @@ def affected(tokens: Tokens) -> Mask:
     return chosen
 
 
-def _common_property(tokens: Tokens, index: Integers, weight: Floats) -> str:
+@dataclass(frozen=True, kw_only=True)
+class _Property:
+    """A property that tokens may have in common."""
+
+    kind: str
+    """The kind, such as "step"."""
+    words: str
+    """The property of tokens in words, such as "of step 3"."""
+    chosen: Mask
+    """[N] tokens that have it."""
+
+
+def _common_property(properties: Sequence[_Property], weight: Floats) -> str:
     """Returns the property of the smallest part of the tokens that carries most of the mismatch.
+
+    Args:
+        properties: The properties that are compared.
+        weight: [N] share of the mismatch.
+    """
+    best = ""
+    smallest = COMMON / MIN_LIFT
+    for each in properties:
+        carried = float(weight[each.chosen].sum())
+        part = float(each.chosen.mean())
+        if carried >= COMMON and part <= smallest and carried >= MIN_LIFT * part:
+            smallest = part
+            best = f"{carried:.0%} of it is in tokens {each.words}, {part:.0%} of all tokens"
+    return best
+
+
+def _properties(tokens: Tokens, index: Integers, weight: Floats) -> Iterator[_Property]:
+    """Yields the properties that the dump shows.
+
+    Only the value of a column that carries most can carry nearly all of the mismatch.
 
     Args:
         tokens: The trained tokens.
         index: [N] index of each token's sample.
         weight: [N] share of the mismatch.
     """
-    best = ""
-    smallest = COMMON / MIN_LIFT
-    for name, chosen in _properties(tokens, index, weight):
-        carried = float(weight[chosen].sum())
-        part = float(chosen.mean())
-        if carried >= COMMON and part <= smallest and carried >= MIN_LIFT * part:
-            smallest = part
-            best = f"{carried:.0%} of it is in tokens {name}, {part:.0%} of all tokens"
-    return best
-
-
-def _properties(tokens: Tokens, index: Integers, weight: Floats) -> Iterator[tuple[str, Mask]]:
-    """Yields properties of tokens in words, with the tokens [N] that have them.
-
-    Of each column only the value that carries most can carry nearly all of the mismatch.
-    """
     columns = {
-        "of step": tokens.step,
-        "of weight version": tokens.version,
-        "of turn": tokens.turn,
-        "of the group (prompt)": tokens.group,
-        "of server": tokens.worker,
-        "with the id": tokens.token,
+        "step": tokens.step,
+        "weight version": tokens.version,
+        "turn": tokens.turn,
+        "prompt": tokens.group,
+        "token id": tokens.token,
     }
-    for name, column in columns.items():
-        if column is None:
-            continue
-        values, value_N = np.unique(column, return_inverse=True)
-        largest = int(np.bincount(value_N, weight).argmax())
-        value = str(values[largest])
-        if column is tokens.worker:
-            value = worker_name(tokens.workers, int(values[largest])).removeprefix("server ")
-        yield f"{name} {value}", value_N == largest
-    yield "at the first position", tokens.position == 0
-    yield "at the last position", np.diff(tokens.sample, append=-1) != 0
+    for kind, column in columns.items():
+        if column is not None:
+            value, chosen = _heaviest(column, weight)
+            yield _Property(kind=kind, words=f"of {kind} {value}", chosen=chosen)
+    if tokens.worker is not None:
+        value, chosen = _heaviest(tokens.worker, weight)
+        name = worker_name(tokens.workers, value)
+        yield _Property(kind="server", words=f"of {name}", chosen=chosen)
+    first = tokens.position == 0
+    last = np.diff(tokens.sample, append=-1) != 0
+    yield _Property(kind="position", words="at the first position", chosen=first)
+    yield _Property(kind="position", words="at the last position", chosen=last)
     length = np.bincount(index)[index]
-    for name, values in (("the response length", length), ("the position", tokens.position)):
+    for kind, values in (("position", tokens.position), ("response length", length)):
         edges = np.quantile(values, np.linspace(0, 1, QUARTERS + 1))
-        yield f"in the lowest quarter of {name}", values <= edges[1]
-        yield f"in the highest quarter of {name}", values >= edges[-2]
+        low = values <= edges[1]
+        high = values >= edges[-2]
+        yield _Property(kind=kind, words=f"in the lowest quarter of the {kind}", chosen=low)
+        yield _Property(kind=kind, words=f"in the highest quarter of the {kind}", chosen=high)
+
+
+def _heaviest(column: Integers, weight: Floats) -> tuple[int, Mask]:
+    """Returns the value of a column that carries most, and its tokens [N]."""
+    values, value_N = np.unique(column, return_inverse=True)
+    largest = int(np.bincount(value_N, weight).argmax())
+    return int(values[largest]), value_N == largest

@@ -27,7 +27,7 @@ from slime_tis.analysis.diagnosis.trained_tokens import (
     tokens_of,
 )
 from slime_tis.analysis.diagnosis.weight_rules import sampled_distribution
-from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.dumps.table import TokenTable, are_log_probs
 from slime_tis.errors import one_line
 from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, evaluate
 
@@ -75,8 +75,8 @@ class Diagnosis:
     """Which samples carry the mismatch, as a sentence."""
     rest: TokenTable | None = None
     """The samples to score again: those of the server that differs, if one does. Tokens that
-    certain findings explain, and those of samples without a mismatch, are masked. None without
-    tokens."""
+    certain findings explain, and those of samples without a mismatch, have NaN as rollout log-prob.
+    None without tokens."""
     rest_share: float = 1.0
     """Share of the mismatch that certain findings leave."""
 
@@ -126,42 +126,90 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
         return _diagnose_metrics(metrics)
     table = table.sampled(MAX_TOKENS)
     tokens = tokens_of(table)
+    if not tokens.finite.any():
+        return _without_log_probs(table, tokens, metrics)
     findings, is_certain = findings_of(tokens)
     causes = {finding.cause for finding in findings}
     for finding in evaluate(RUN_RULES, run_statistics(metrics)).values():
         if finding is not None and finding.cause not in causes:
             findings.append(replace(finding, share=0.0))
-    finite = tokens.only(tokens.finite)
-    mean = float("nan")
-    if len(finite):
-        mean = float(np.abs(finite.log_ratio).mean())
-    fact = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
-    otherwise = Finding("healthy", (fact,), 0.9)
-    # "not <": without a finite Δ the mean is NaN.
-    if not mean < NEGLIGIBLE_DIFFERENCE:
-        otherwise = Finding("unexplained", (fact,), 0.9)
-    ranked = _ranked(findings, otherwise)
+    mean = float(np.abs(tokens.log_ratio[tokens.finite]).mean())
+    ranked = _ranked(findings, _without_finding(mean, len(tokens)))
     if ranked[0].cause == "unexplained":
         distribution = sampled_distribution(tokens)
         if distribution:
             first = replace(ranked[0], evidence=(distribution, *ranked[0].evidence))
             ranked = (first, *ranked[1:])
+    which_samples = ""
+    if ranked[0].cause != "healthy":
+        which_samples = concentration(tokens)
     result = Diagnosis(
         findings=ranked,
         tokens=len(tokens),
         samples=len(table),
         mean_abs_log_ratio=mean,
-        concentration=concentration(tokens),
+        concentration=which_samples,
         rest_share=float(tokens.size[~is_certain].sum() / max(tokens.size.sum(), 1e-12)),
     )
-    mask = table.loss_mask.copy()
-    trained = np.flatnonzero(mask > 0)
-    mask[trained[is_certain | ~affected(tokens)]] = 0
-    rest = replace(table, loss_mask=mask)
-    if result.server:
-        # Samples from other servers would hide the cause.
-        rest = rest.of_worker(result.server)
+    rest = _to_score_again(table, tokens, is_certain, result.server)
     return replace(result, rest=rest)
+
+
+def _without_finding(mean: float, tokens: int) -> Finding:
+    """Returns the answer if no rule finds anything: healthy only without a mismatch.
+
+    Args:
+        mean: Mean abs(Δ), nats.
+        tokens: Number of tokens.
+    """
+    fact = f"abs(Δ) is {mean:.2g} nats on average over {tokens} tokens, without a known cause"
+    cause = "unexplained"
+    if mean < NEGLIGIBLE_DIFFERENCE:
+        cause = "healthy"
+    return Finding(cause, (fact,), 0.9)
+
+
+def _to_score_again(table: TokenTable, tokens: Tokens, is_certain: Mask, server: str) -> TokenTable:
+    """Returns the samples to score again.
+
+    Args:
+        table: The dump.
+        tokens: Its trained tokens.
+        is_certain: [N] tokens that certain findings explain.
+        server: The server that differs from the others; empty if none does.
+    """
+    # The loss mask stays, because hypotheses on turns read it.
+    rollout_log_prob = table.rollout_log_prob.copy()
+    trained = np.flatnonzero(table.loss_mask > 0)
+    rollout_log_prob[trained[is_certain | ~affected(tokens)]] = np.nan
+    rest = replace(table, rollout_log_prob=rollout_log_prob)
+    if server:
+        # Samples from other servers would hide the cause.
+        rest = rest.of_worker(server)
+    return rest
+
+
+def _without_log_probs(
+    table: TokenTable, tokens: Tokens, metrics: Sequence[Mapping[str, Any]]
+) -> Diagnosis:
+    """Returns the answer for a dump in which no trained token has log-probs of both engines.
+
+    The metrics of the run decide, if there are any.
+    """
+    if metrics:
+        return _diagnose_metrics(metrics)
+    facts = []
+    for engine, log_probs in (("training", tokens.train), ("the rollout engine", tokens.rollout)):
+        missing = int((~are_log_probs(log_probs)).sum())
+        if missing:
+            facts.append(f"{missing} of {len(tokens)} trained tokens have no log-prob of {engine}")
+    finding = Finding("not_measured", tuple(facts), confidence=0.0, share=0.0)
+    return Diagnosis(
+        findings=(_described(finding),),
+        tokens=len(tokens),
+        samples=len(table),
+        mean_abs_log_ratio=float("nan"),
+    )
 
 
 def _diagnose_metrics(metrics: Sequence[Mapping[str, Any]]) -> Diagnosis:

@@ -102,7 +102,7 @@ def moe_routing(tokens: Tokens) -> Finding | None:
     """A mixture of experts in which most tokens agree and some jump, as with different experts."""
     if not tokens.has_experts:
         return None
-    tail = concentration(np.abs(tokens.log_ratio) / tokens.uncertainty)
+    tail = share_of_largest_tenth(np.abs(tokens.log_ratio) / tokens.uncertainty)
     evidence = (
         "the model is a mixture of experts",
         f"a tenth of the tokens has {tail:.0%} of the mismatch relative to 1 − p",
@@ -110,7 +110,7 @@ def moe_routing(tokens: Tokens) -> Finding | None:
     return Finding("moe_routing", evidence, 0.5 + 0.45 * ramp(tail, *ROUTED_TAIL), min(tail, 1.0))
 
 
-def concentration(size: Floats) -> float:
+def share_of_largest_tenth(size: Floats) -> float:
     """Returns the share of the largest tenth in the sum."""
     ordered = np.sort(size)[::-1]
     return float(ordered[: max(len(ordered) // 10, 1)].sum() / max(ordered.sum(), 1e-12))

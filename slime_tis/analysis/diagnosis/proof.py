@@ -272,7 +272,9 @@ class _Case:
         search = self.search
         ranked = search.ranked()
         if ranked[0].share < PARTIAL:
-            ranked = [*self._named_noise(), *ranked]
+            noise = self._named_noise()
+            names = {each.name for each in noise}
+            ranked = noise + [each for each in ranked if each.name not in names]
         is_noise = self._is_noise_of(ranked[0])
         causes: list[Measured] = []
         if ranked[0].share >= PARTIAL or is_noise:
@@ -341,18 +343,23 @@ class _Case:
     def _named_noise(self) -> list[Measured]:
         """Returns the precision that the dump names and whose noise has the size of the mismatch.
 
-        The noise of arithmetic depends on kernels and shapes, so that scoring again may repeat
-        nothing of it.
+        The noise of arithmetic depends on kernels and shapes, so that scoring again may not repeat
+        any.
         """
         edits = []
-        for precision in self.precisions:
-            for name in PRECISION_HYPOTHESES.get(precision, ()):
-                if name in self.search.table:
-                    edits.append((name, self.search.table[name].values[0]))
+        for name in self._named_precisions():
+            edits.append((name, self.search.table[name].values[0]))
         if not edits or not self._has_both_signs():
             return []
         measured = self.search.measure((), edits)
         return [each for each in measured if self._noise_ratio(each) >= NOISE_RANGE[0]][:1]
+
+    def _named_precisions(self) -> list[str]:
+        """Returns the hypotheses that the precisions in the dump's metadata may mean."""
+        names: list[str] = []
+        for precision in dict.fromkeys(self.precisions):
+            names += PRECISION_HYPOTHESES.get(precision, ())
+        return [name for name in names if name in self.search.table]
 
     def _has_both_signs(self) -> bool:
         """Whether each sign of Δ has a part of the mismatch, as in noise."""
@@ -382,7 +389,7 @@ class _Case:
         if hypothesis.cause != "rounding" or len(hypothesis.values) > 1:
             return False
         low = self._explanation(best).interval[0]
-        is_named = any(best.name in PRECISION_HYPOTHESES.get(p, ()) for p in self.precisions)
+        is_named = best.name in self._named_precisions()
         if low >= PROVEN or (low < MIN_NOISE_SHARE and not is_named):
             return False
         ratio = self._noise_ratio(best)

@@ -161,28 +161,40 @@ COPIES = 2.0
 """Copies of the parameters in memory: hypotheses on precision add a second one."""
 
 
+def check_device(device: str) -> int:
+    """Returns the free memory of a device, bytes.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    try:
+        kind = torch.device(device).type
+        if kind == "cpu":
+            return int(psutil.virtual_memory().available)
+        if kind == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            return int(free)
+        reason = f"{kind} is not supported"
+    # torch without CUDA raises an AssertionError.
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = first_line(error)
+    raise ValueError(
+        f"--device is {quoted(device, 40)} but must be cpu or a visible GPU such as cuda:0:"
+        f" {reason}."
+    )
+
+
 def check_memory(directories: Sequence[str], device: str) -> None:
     """Refuses models that do not fit into memory, before the first one is loaded.
 
     Args:
-        directories: Checkpoints that are loaded together; the first one is copied by hypotheses.
+        directories: Checkpoints that are loaded together; hypotheses copy the first one.
         device: Device of torch.
 
     Raises:
         ValueError: There is no such device, or its free memory is too small.
     """
-    try:
-        kind = torch.device(device).type
-        free = psutil.virtual_memory().available
-        if kind == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-        elif kind != "cpu":
-            raise ValueError(f"{kind} is not supported")
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise ValueError(
-            f"--device is {quoted(device, 40)} but must be cpu or a visible GPU such as cuda:0:"
-            f" {first_line(error)}."
-        ) from error
+    free = check_device(device)
     sizes = [parameter_count(directory) for directory in directories]
     needed = 4 * (COPIES * sizes[0] + sum(sizes[1:]))
     if needed > free:

@@ -28,15 +28,13 @@ from slime_tis.analysis.diagnosis.hypothesis_scorer import (
     Edits,
     HypothesisScorer,
 )
-from slime_tis.analysis.diagnosis.rescore import HfScorer, Scorer
+from slime_tis.analysis.diagnosis.rescore import MIN_RESPONSE, HfScorer, Scorer
 from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import quoted_path
 
 MAX_SAMPLES = 64
 """Largest number of samples that are scored."""
-MIN_RESPONSE = 64
-"""Smallest number of scored tokens of a long response."""
 SCORED_WORK = 1e12
 """Work of one pass over all samples, parameters × tokens."""
 MIN_SCORED = 4096

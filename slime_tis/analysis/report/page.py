@@ -180,7 +180,12 @@ def _diagnosis(source: Source, result: Diagnosis) -> dict[str, Any]:
     data = {"name": source.name, **result.as_json()}
     for row, finding in zip(data["findings"], result.findings, strict=True):
         row["certainty"] = certainty(finding, has_tokens=result.tokens > 0)
-    data["note"] = OVERLAP if result.overlaps else ""
+    notes = []
+    if result.concentration:
+        notes.append(f"Which samples? {result.concentration}.")
+    if result.overlaps:
+        notes.append(OVERLAP)
+    data["note"] = " ".join(notes)
     return data
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from slime_tis.analysis.diagnosis.diagnose import Diagnosis, as_text, diagnose, with_proof
 from slime_tis.analysis.diagnosis.metric_rules import ABS, K3, invalid_values, series_of
 from slime_tis.analysis.diagnosis.proof import Proof, prove
-from slime_tis.analysis.diagnosis.rescore import Rescored
+from slime_tis.analysis.diagnosis.rescore import Rescored, check_device
 from slime_tis.analysis.diagnosis.trained_tokens import mean_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report import mismatch_plots, overview
@@ -112,6 +112,8 @@ def diagnosis(
         raise ValueError("--other-checkpoint is compared with --hf-checkpoint; give both.")
     if device and not hf_checkpoint:
         raise ValueError("--device is the device of --hf-checkpoint; give both.")
+    # Before the dump is read, which may take minutes.
+    check_device(device or "cpu")
     source = open_source(path)
     result = diagnose(source.table, source.metrics)
     facts: dict[str, Any] = {"rescored": None, "proof": None}

@@ -86,14 +86,19 @@ def _chunks(sample: Input, value: float, _: Sequence[Input]) -> Input:
 def _without(sample: Input, missing: Tensor) -> Input:
     """Returns the input in which later tokens do not read the missing tokens [S].
 
-    A missing token has no key, and later positions move up. Its own log-prob stays.
+    A missing token has no key, and later positions move up. In its place the last token before it
+    is read once more, because that token predicts the next one.
     """
     if not missing.any():
         return sample
+    tokens = sample.tokens.clone()
     positions = sample.positions - (missing.cumsum(0) - missing.long())
-    mask = _causal(len(sample.tokens)) & ~missing
-    mask.fill_diagonal_(True)
-    return replace(sample, positions=positions, mask=mask)
+    mask = _causal(len(tokens)) & ~missing
+    for i in missing.nonzero()[:, 0].tolist():
+        tokens[i] = tokens[i - 1]
+        positions[i] = positions[i - 1]
+        mask[i] = mask[i - 1]
+    return replace(sample, tokens=tokens, positions=positions, mask=mask)
 
 
 def _turn_starts(sample: Input, value: float, _: Sequence[Input]) -> Input:
