@@ -490,6 +490,25 @@ def test_a_resumed_run_has_the_updated_reference(moving_reference):
     assert training_metrics(resumed[-1]) == training_metrics(whole[-1])
 
 
+def test_a_rollout_that_ends_the_run_updates_the_reference(task, tmp_path):
+    reward = tmp_path / "reward.py"
+    flags = [*task, "--custom-rm-path", f"{reward}:reward", "--disable-grpo-std-normalization"]
+    flags += ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-update-interval", "1"]
+    flags += [*TWO_STEPS, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    # The first step changes the weights; the gradient of the second step is not finite.
+    reward.write_text(
+        "def reward(args, sample):\n"
+        "    scale = 1e30 if sample.group_index >= 2 else 1.0\n"
+        "    return scale * sample.response_ids[0]\n"
+    )
+    stopped = run_apart(flags, tmp_path / "first")
+    assert "the gradient of step 2 is not finite" in stopped.stderr
+    reward.write_text("def reward(args, sample):\n    return sample.response_ids[0]\n")
+    first, second = run_here(flags, tmp_path / "second")
+    assert abs(first["train/kl_loss"]) < 1e-6
+    assert abs(second["train/kl_loss"]) > 1e-4
+
+
 def test_a_response_ends_with_its_first_stop_text(task, tmp_path):
     data = tmp_path / "{rollout_id}.jsonl"
     flags = ["--rollout-stop", "5", "31", "--rollout-max-response-len", "40", "--num-rollout", "1"]

@@ -32,6 +32,8 @@ EVALUATION_OPTIONS = (
     "eval_top_p",
     "eval_top_k",
     "eval_max_response_len",
+    "rollout_stop",
+    "rollout_stop_token_ids",
 )
 """Options that define the held-out accuracy."""
 

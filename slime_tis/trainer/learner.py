@@ -353,7 +353,10 @@ class Learner:
             rank_tokens.append([sample.tokens for sample in samples])
             rank_lengths.append([sample.response_length for sample in samples])
         partition, load = self.engine.micro_batches(rank_tokens, rank_lengths, rank_numbers)
-        workloads = list(map(self._workload, shards))
+        rank_load = None
+        if size > 1:
+            workloads = list(map(self._workload, shards))
+            rank_load = max(workloads) * size / sum(workloads)
         samples = rank_samples[self.parallel.data_rank]
         numbers = rank_numbers[self.parallel.data_rank]
         recorded, missing = self._with_routing(rank_samples, numbers)
@@ -375,7 +378,7 @@ class Learner:
             recorded=recorded,
             partition=partition,
             load=load,
-            rank_load=max(workloads) * size / sum(workloads) if size > 1 else None,
+            rank_load=rank_load,
             routing_record=record,
             samples_without_routing=missing,
         )

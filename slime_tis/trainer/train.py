@@ -49,9 +49,7 @@ def train(run: Run) -> None:
             check_interrupts(run)
             run.unreported = learn(run, rollout)
         check_mismatch(run)
-        run.rollout_id += 1
-        run.learner.update_reference(run.rollout_id)
-        run.checkpointer.position = position(run)
+        end_rollout(run)
         if run.rollout_id % run.process.arguments.rollout.update_weights_interval == 0:
             rollout.metrics |= run.weights.send()
             show(run.process.parallel, run.engine_check.after_update())
@@ -78,6 +76,16 @@ def learn(run: Run, rollout: Rollout) -> list[dict[str, float]]:
                 run.learner.dump.end_rollout(run.rollout_id)
 
 
+def end_rollout(run: Run) -> None:
+    """Counts the rollout, so that a resumed run continues after it; a collective.
+
+    A reference update that is due belongs to the rollout: a resumed run does not repeat it.
+    """
+    run.rollout_id += 1
+    run.learner.update_reference(run.rollout_id)
+    run.checkpointer.position = position(run)
+
+
 def check_mismatch(run: Run) -> None:
     """Ends the run if a step of the rollout exceeds the threshold of the mismatch.
 
@@ -97,8 +105,8 @@ def check_mismatch(run: Run) -> None:
         if not difference <= threshold:
             raise RunStopped(
                 f"error: {MISMATCH} of step {step} is {difference:.6g}, above"
-                f" --ci-train-rollout-logprob-abs-diff-threshold {threshold:g}; nothing was saved."
-                " slime-tis diagnose finds the cause.",
+                f" --ci-train-rollout-logprob-abs-diff-threshold {threshold:g}; its rollout was not"
+                " saved. slime-tis diagnose finds the cause.",
                 1,
             )
 

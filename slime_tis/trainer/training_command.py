@@ -20,7 +20,7 @@ from slime_tis.trainer.exits import exit_status, message_of, report_error
 from slime_tis.trainer.megatron.parallel import connect_store, initialize, shut_down
 from slime_tis.trainer.setup import Run, set_up
 from slime_tis.trainer.stop_signals import Interrupted, Interrupts
-from slime_tis.trainer.train import position, report, train
+from slime_tis.trainer.train import end_rollout, report, train
 
 
 def main(arguments: Arguments) -> int:
@@ -96,8 +96,7 @@ def saving_before_stopping(run: Run) -> Iterator[None]:
         report(run, error.rows, run.learner.step + 1)
         if run.learner.step > checkpointer.position.step:
             # steps of this rollout have changed the weights: drop the rest of the rollout
-            run.rollout_id += 1
-            checkpointer.position = position(run)
+            end_rollout(run)
         raise RunStopped(f"error: {error} {checkpointer.save_before_stopping()}", 1) from error
     except RolloutUnavailable as error:
         raise RunStopped(

@@ -163,7 +163,7 @@ def test_mlflow_takes_more_options_than_one_request(mlflow_client, monkeypatch):
 def test_a_tracker_that_does_not_start_is_one_message(home, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://a")
     importlib.import_module("mlflow").set_tracking_uri("nowhere://a")
-    with pytest.raises(ValueError, match=r"^--report-to has mlflow, which does not start: .*"):
+    with pytest.raises(ValueError, match=r"^--report-to has mlflow but mlflow does not start: .*"):
         report([], report_to=("mlflow",))
 
 

@@ -48,9 +48,24 @@ def test_a_set_without_top_k_has_the_runs(rollout):
 
 
 def test_sets_may_be_a_mapping_in_json(rollout):
-    (held_out,) = rollout(BY_NAME).eval_sets
+    (held_out,) = rollout(BY_NAME, "--eval-temperature 1").eval_sets
     assert held_out.name == "easy"
     assert (held_out.top_k, held_out.stop_token_ids) == (20, (3, 4))
+
+
+def test_sets_stay_when_the_file_is_removed(rollout):
+    config = rollout(TWO_SETS)
+    Path("eval.yaml").unlink()
+    assert [held_out.name for held_out in config.eval_sets] == ["easy", "hard"]
+
+
+def test_a_greedy_set_may_have_truncation_in_the_defaults(rollout):
+    text = "defaults: {temperature: 1, top_p: 0.9}\ndatasets: [{name: a, path: eval.jsonl}, {}]"
+    (first, second) = rollout(
+        text.replace("{}", "{name: b, path: hard.jsonl, temperature: 0}")
+    ).eval_sets
+    assert (first.temperature, first.top_p) == (1.0, 0.9)
+    assert (second.temperature, second.top_p) == (0.0, 0.9)
 
 
 # (content of the file, part of the message)
@@ -68,6 +83,20 @@ REFUSED = {
     "NaN": ("datasets: [{name: a, path: x, temperature: .nan}]", "must be a number"),
     "missing file": ("datasets: [{name: a, path: none.jsonl}]", "there is no such file"),
     "alias": ("datasets: &x [*x]", "an alias"),
+    "misspelled defaults": ("default: {}\ndatasets: []", "did you mean defaults?"),
+    "defaults beside eval": ("defaults: {}\neval: {datasets: []}", "'defaults' is no key here"),
+    "path in place of a set": ("datasets: {a: a.jsonl}", "dataset 'a' is no mapping"),
+    "set without values": ("datasets: {a: }", "dataset 'a' is no mapping"),
+    "top_p of a greedy set": ("datasets: [{name: a, path: x, top_p: 0.9}]", "top_p has no effect"),
+    "top_k of a greedy set": ("datasets: [{name: a, path: x, top_k: 5}]", "top_k has no effect"),
+    "beyond the context": (
+        "datasets: [{name: a, path: eval.jsonl, max_response_len: 9999999}]",
+        "dataset 'a': max_response_len is 9999999 but the model's context",
+    ),
+    "beyond the vocabulary": (
+        "datasets: [{name: a, path: eval.jsonl, stop_token_ids: [3, 9999999]}]",
+        "dataset 'a': stop_token_ids has 9999999 but the model's vocabulary",
+    ),
 }
 
 

@@ -257,6 +257,25 @@ class FailingTracker:
     close = log
 
 
+class UnreachableTracker:
+    """Cannot be built."""
+
+    def __init__(self, config, run):
+        raise ConnectionError("no route to host")
+
+
+def test_a_tracker_that_does_not_start_names_the_given_flag(monkeypatch):
+    monkeypatch.setitem(TRACKERS, "wandb", UnreachableTracker)
+    monkeypatch.setattr("slime_tis.trainer.configs.loop._is_installed", lambda package: True)
+    info = RunInfo(identity="0", directory=Path("runs"), options={})
+    with pytest.raises(ValueError) as error:
+        Tracker("wandb", ReportingConfig(use_wandb=True), info)
+    assert str(error.value) == (
+        "--use-wandb is on but wandb does not start: no route to host; set up its login or"
+        " server, or remove it."
+    )
+
+
 def test_a_tracker_that_fails_warns_once(monkeypatch, capsys):
     monkeypatch.setitem(TRACKERS, "wandb", FailingTracker)
     info = RunInfo(identity="0", directory=Path("runs"), options={})

@@ -270,6 +270,21 @@ BROKEN = {
         "generate (FILE, line 4) returned None; return a Sample or a list of them",
     ),
     "no response": ("return sample", "tokens", "a response_length of 0; give prompt and response"),
+    "a response longer than the memory": (
+        "return Sample(tokens=[1, 2], response_length=10**12)",
+        "tokens",
+        "gave 2 tokens with a response_length of 1000000000000",
+    ),
+    "a weight version of 64 bits": (
+        "return Sample(tokens=[1, 2], response_length=1, weight_versions=[2**63])",
+        "weight_versions",
+        "a weight version is above 9223372036854775807",
+    ),
+    "a weight version in 5,000 digits": (
+        "return Sample(tokens=[1, 2], response_length=1, weight_versions=['9' * 5000])",
+        "weight_versions",
+        "in weight_versions: ",
+    ),
     "beyond the vocabulary": (
         "return Sample(tokens=[1, 28], response_length=1)",
         "tokens",

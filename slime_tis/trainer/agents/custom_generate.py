@@ -164,11 +164,12 @@ class GenerateFunction:
         """Returns a new sample from the checked fields and the engine's records."""
         tokens = fields.tokens
         length = fields.response_length
+        self._check_sizes(fields)
+        # After the check: a length of 10^12 would need more memory than the machine has.
         mask = [1] * length
         if fields.loss_mask is not None:
             # True and 1.0 are accepted, too.
             mask = [int(value) for value in fields.loss_mask]
-        self._check_sizes(fields, mask)
         log_probs = _log_probs(fields.rollout_log_probs, mask)
         # Engines here give one number per token; slime's give one text per request, or none.
         versions = [int(version) for version in fields.weight_versions if str(version).isdecimal()]
@@ -207,7 +208,7 @@ class GenerateFunction:
             self._handle_retokenized(result, origin, requests)
         return result
 
-    def _check_sizes(self, fields: ReturnedSample, mask: Sequence[int]) -> None:
+    def _check_sizes(self, fields: ReturnedSample) -> None:
         """Raises NoSample if the numbers of tokens, mask entries or log-probs do not fit."""
         tokens = fields.tokens
         length = fields.response_length
@@ -225,7 +226,8 @@ class GenerateFunction:
             raise NoSample(
                 "context", f"gave {len(tokens)} tokens; the context has {self.context_len}"
             )
-        if len(mask) != length:
+        mask = fields.loss_mask
+        if mask is not None and len(mask) != length:
             raise NoSample("loss_mask", f"gave a loss_mask of {len(mask)} entries for {response}")
         log_probs = fields.rollout_log_probs
         if log_probs is not None and len(log_probs) != length:

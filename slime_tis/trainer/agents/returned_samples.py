@@ -16,6 +16,8 @@ from slime_tis.trainer.data.user_values import json_object
 
 MAX_TEXT = 1 << 20
 """Most characters of a response, and of metadata as JSON."""
+MAX_VERSION = 2**63 - 1
+"""Largest weight version; samples hold versions as 64-bit integers."""
 
 
 class NoSample(Exception):
@@ -62,6 +64,14 @@ def _plain_reward(reward: float | dict[Any, Any]) -> float | dict[str, float | s
     return parts
 
 
+def _bounded_versions(versions: list[int | str]) -> list[int | str]:
+    """Returns weight versions, which are texts in slime; refuses too large numbers."""
+    for version in versions:
+        if str(version).isdecimal() and int(version) > MAX_VERSION:
+            raise ValueError(f"a weight version is above {MAX_VERSION}")
+    return versions
+
+
 def _consistent_mask(mask: SamplingMask) -> SamplingMask | None:
     """Returns a sampling mask; None if its lengths do not add up to its number of token ids."""
     if mask.lengths.sum() != len(mask.token_ids):
@@ -81,7 +91,7 @@ class ReturnedSample(BaseModel):
     label: Annotated[Any, AfterValidator(_json_label)] | None
     loss_mask: list[Literal[0, 1]] | None
     rollout_log_probs: list[float | None] | None
-    weight_versions: list[int | str]
+    weight_versions: Annotated[list[int | str], AfterValidator(_bounded_versions)]
     remove_sample: Annotated[Any, AfterValidator(bool)]
     status: SampleStatus
     metadata: Annotated[dict[Any, Any], AfterValidator(_json_values)] | None

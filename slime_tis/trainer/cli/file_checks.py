@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.atomic_files import json_lines, split_row_slice
-from slime_tis.errors import first_line, quoted_path
+from slime_tis.errors import first_line, quoted, quoted_path
 from slime_tis.hf_directory import (
     FAMILIES,
     ModelSizes,
@@ -237,24 +237,30 @@ def _check_lengths(rollout: RolloutConfig, context: Any, vocabulary: Any) -> Non
             " most that."
         )
     prompt_len = rollout.rollout_max_prompt_len
-    lengths = (
+    lengths = [
         ("--rollout-max-response-len", rollout.rollout_max_response_len, context, of_model),
         ("--eval-max-response-len", rollout.eval_max_response_len, context, of_model),
         ("--rollout-max-prompt-len", prompt_len, context, of_model),
         ("--rollout-max-prompt-len", prompt_len, limit, "--rollout-max-context-len"),
-    )
+    ]
+    stop_ids = [("--rollout-stop-token-ids", rollout.rollout_stop_token_ids)]
+    for held_out in rollout.eval_sets:
+        where = f"--eval-config, dataset {quoted(held_out.name)}"
+        lengths.append((f"{where}: max_response_len", held_out.max_response_len, context, of_model))
+        stop_ids.append((f"{where}: stop_token_ids", held_out.stop_token_ids))
     for flag, length, most, holder in lengths:
         if isinstance(most, int) and (length or 0) >= most:
             raise ValueError(
                 f"{flag} is {length} but {holder}, of prompt and response, is {most} tokens;"
                 " lower it."
             )
-    stop_id = max(rollout.rollout_stop_token_ids or (0,))
-    if isinstance(vocabulary, int) and stop_id >= vocabulary:
-        raise ValueError(
-            f"--rollout-stop-token-ids has {stop_id} but the model's vocabulary has {vocabulary}"
-            " tokens."
-        )
+    for flag, ids in stop_ids:
+        stop_id = max(ids or (0,))
+        if isinstance(vocabulary, int) and stop_id >= vocabulary:
+            raise ValueError(
+                f"{flag} has {stop_id} but the model's vocabulary has {vocabulary} tokens; remove"
+                " it."
+            )
 
 
 def prompt_sizes(megatron: MegatronConfig, rollout: RolloutConfig) -> ModelSizes:

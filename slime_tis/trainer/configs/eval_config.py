@@ -11,7 +11,7 @@ A value of a set replaces a default of the file, which replaces an option of the
 Source: slime, utils/eval_config.py and utils/arguments.py, _resolve_eval_datasets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from slime_tis.options.values import Option, Source, declare_options, nearest, r
 set_option = partial(option, None, group="evaluation")
 
 FLAG = "--eval-config"
+KEYS = ("defaults", "datasets")
+"""Keys of the file, or of its block `eval`."""
 UNSUPPORTED = {
     "custom_rm_path": "one reward function scores all sets; let it read args and metadata",
     "custom_generate_function_path": "one generate function serves all sets",
@@ -82,9 +84,13 @@ def read_eval_config(path: str) -> tuple[EvalSet, ...]:
     from slime_tis.options.yaml_file import read_document
 
     document = read_document(Path(path), FLAG)
-    document = document.get("eval", document)
+    if "eval" in document:
+        # Beside the block, `defaults` would have no effect.
+        _check_keys(document, ("eval",), where)
+        document = document["eval"]
     if not isinstance(document, dict):
         raise ValueError(f"{where}: eval is no mapping; write defaults: and datasets: below it.")
+    _check_keys(document, KEYS, where)
     defaults = document.get("defaults") or {}
     if not isinstance(defaults, dict):
         raise ValueError(f"{where}: defaults is no mapping; write one `key: value` per line.")
@@ -99,12 +105,21 @@ def read_eval_config(path: str) -> tuple[EvalSet, ...]:
     return tuple(sets)
 
 
+def _check_keys(mapping: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    """Refuses a key that nothing reads."""
+    for key in mapping:
+        if key not in keys:
+            raise ValueError(f"{where}: {quoted(key)} is no key here; {nearest(key, keys)}")
+
+
 def _entries(datasets: Any, where: str) -> list[dict[str, Any]]:
     """Returns the entries of `datasets`, a list or a mapping by name."""
     if isinstance(datasets, dict):
         by_name = []
         for name, entry in datasets.items():
-            by_name.append({"name": name, **(entry or {})})
+            if not isinstance(entry, dict):
+                raise ValueError(f"{where}, dataset {quoted(name)} is no mapping; write its path.")
+            by_name.append({"name": name, **entry})
         datasets = by_name
     if not isinstance(datasets, list):
         raise ValueError(f"{where} has no datasets; list them with name and path.")

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
 from slime_tis.errors import quoted
@@ -310,9 +310,10 @@ class RolloutConfig:
         """The held-out prompt files as (name, path) pairs, empty without evaluation."""
         return tuple((held_out.name, held_out.path) for held_out in self.eval_sets)
 
-    @property
+    @cached_property
     def eval_sets(self) -> tuple[EvalSet, ...]:
         """The held-out prompt sets, empty without evaluation."""
+        # Cached, because the user may edit the file while the run trains.
         if self.eval_config is not None:
             return read_eval_config(self.eval_config)
         parts = self.eval_prompt_data or ()
@@ -377,11 +378,27 @@ def _check_evaluation(config: RolloutConfig) -> None:
         raise ValueError(
             f"--eval-prompt-data has {count} values, but needs one PATH or NAME PATH pairs."
         )
+    _check_greedy_sets(config)
     names = [name for name, _ in config.eval_prompt_sets]
     if len(set(names)) < len(names):
         raise ValueError(
             f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]}; give each name once."
         )
+
+
+def _check_greedy_sets(config: RolloutConfig) -> None:
+    """Refuses truncated sampling of a held-out set that is greedy only by default."""
+    for held_out in config.eval_sets:
+        # A set with its own temperature 0 may have these from the file's defaults.
+        is_greedy = held_out.temperature is None and config.eval_temperature == 0
+        if not is_greedy:
+            continue
+        for key, neutral in (("top_p", 1.0), ("top_k", -1)):
+            if getattr(held_out, key) not in (None, neutral):
+                raise ValueError(
+                    f"--eval-config, dataset {quoted(held_out.name)}: {key} has no effect with"
+                    " --eval-temperature 0; add temperature to the file, or remove it."
+                )
 
 
 def _check_partial_rollout(config: RolloutConfig) -> None:

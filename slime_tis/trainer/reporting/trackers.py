@@ -178,8 +178,8 @@ class Tracker:
             self._tracker = TRACKERS[name](config, run)
         except Exception as error:  # the libraries' errors have no common class
             raise ValueError(
-                f"--report-to has {name}, which does not start: {first_line(error)}; set up its"
-                " login or server, or remove it."
+                f"{config.destinations[name]} but {name} does not start: {first_line(error)};"
+                " set up its login or server, or remove it."
             ) from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
