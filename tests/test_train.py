@@ -357,8 +357,13 @@ def test_evaluation_is_of_the_training_policy(task, tmp_path):
 
 @pytest.mark.parametrize(
     ("changed", "is_compared"),
-    [([], True), (["--n-samples-per-eval-prompt", "2"], False)],
-    ids=["same evaluation", "another evaluation"],
+    [
+        ([], True),
+        (["--n-samples-per-eval-prompt", "2"], False),
+        (["--rollout-stop", "5"], False),
+        (["--rollout-stop-token-ids", "5"], False),
+    ],
+    ids=["same evaluation", "more answers", "stop text", "stop token"],
 )
 def test_a_resumed_run_compares_with_the_accuracy_before_training(
     changed, is_compared, task, tmp_path, capsys
