@@ -180,8 +180,8 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
     where = f"{flag} is {quoted_path(directory)}"
     if not path.is_file():
         raise ValueError(
-            f"{where} but holds no config.json; give a Hugging Face directory, or ORG/NAME of a"
-            " model of the Hub."
+            f"{where} but holds no config.json; give a Hugging Face directory, or ORG/NAME or"
+            " ORG/NAME@REVISION of a model of the Hub."
         )
     model = parse_object(path.read_bytes(), f"{where} but its config.json")
     architectures = model.get("architectures") or ["unknown"]

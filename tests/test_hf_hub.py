@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_hub import CONFIG, HubModel, hub_model, local_directory
 from slime_tis.trainer.cli.train_arguments import configure, parse_args, read_layout
 from tests.checkpoints import make_checkpoint, make_task
@@ -81,6 +82,18 @@ def message(text, flag="--hf-checkpoint"):
 )
 def test_names_of_the_hub(text, expected):
     assert hub_model(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["../b", "org/model@", "org/na me", "org/..", "a b/c"],
+    ids=["a path above", "an empty revision", "a space", "dots", "a space in the owner"],
+)
+def test_a_bad_name_is_answered_with_both_forms(text, hub):
+    directory = local_directory(text, files=CONFIG)
+    with pytest.raises(ValueError, match="ORG/NAME or ORG/NAME@REVISION of a model of the Hub"):
+        read_model_config(directory)
+    assert hub.requests == []
 
 
 def test_a_local_directory_wins(hub):

@@ -373,6 +373,7 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path, line, message):
 
 BAD_ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "unknown keys": ([{"x": 1}], "unknown form"),
+    "metrics": ([{"step": 0, "eval/accuracy": 0.3}], "metrics; give the directory of the run"),
     "slime's rollouts": (
         [{"response_length": 1, "rollout_log_probs": [-1.0]}],
         "--save-debug-train-data has them",

@@ -114,6 +114,7 @@ SKYRL_FAULTS = {
         "has 2 sequences for 4 entries of response_mask",
     ),
     "no attention mask": ({"attention_mask": None}, "has attention_mask that is None"),
+    "short attention mask": ({"attention_mask": [1]}, "has 1 attention_mask for 6 sequences"),
 }
 
 
@@ -224,6 +225,9 @@ AREAL_FAULTS = {
     "after compute_advantages": ({"kl_rewards": [0.0] * 6}, "was written after compute_advantages"),
     "other length": ({"logprobs": [0.0]}, "has 1 entries of logprobs but 6 log-probs"),
     "no loss mask": ({"loss_mask": None}, "has loss_mask that is None"),
+    "left padding": ({"attention_mask": [0, 1, 1, 1, 1, 1]}, "has an attention_mask with 0 before"),
+    "a hole": ({"attention_mask": [1, 1, 0, 1, 1, 0]}, "has an attention_mask with 0 before 1"),
+    "a null before 1": ({"attention_mask": [None, 1, 1, 1, 1, 0]}, "has an attention_mask with 0"),
 }
 
 

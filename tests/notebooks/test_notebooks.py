@@ -26,6 +26,11 @@ def printed(notebook) -> str:
     return "".join(texts)
 
 
+def causes(text: str) -> list[str]:
+    """The numbered causes of a printed diagnosis."""
+    return re.findall(r"^\d+\. .+$", text, re.MULTILINE)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A copy of the notebooks' folder, in which they write."""
@@ -44,7 +49,9 @@ def test_the_library_prints_the_committed_results(folder):
 
 def test_the_demo_names_the_stale_weights(folder):
     text = printed(executed(folder / "demo.ipynb"))
-    assert "1. stale weights" in text
+    committed = printed(nbformat.read(FOLDER / "demo.ipynb", as_version=4))
+    assert causes(text)[0] == "1. stale weights"
+    assert causes(text) == causes(committed)
     assert (folder / "demo" / "run" / "report.html").stat().st_size > 1_000_000
 
 

@@ -151,7 +151,8 @@ def test_a_writable_directory_has_no_message(name, tmp_path):
         ("file/x", "is a file"),
         ("loop", "that is a broken link"),
         ("x" * 300, "File name too long"),
-        ("a\0b", "embedded null byte"),
+        # Python 3.11: "embedded null byte", 3.13: "embedded null character in path"
+        ("a\0b", "embedded null "),
     ],
     ids=["a file", "below a file", "a loop of links", "a long name", "a null byte"],
 )

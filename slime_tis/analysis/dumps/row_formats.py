@@ -159,7 +159,9 @@ def _prepare_skyrl(row: dict[str, Any], path: Path) -> None:
     width = len(_numbers(row, "action_log_probs"))
     mask = _numbers(row, "response_mask", width) > 0
     sequence = _numbers(row, "sequences")
-    attended = _numbers(row, "attention_mask", len(sequence)) > 0
+    attended = _numbers(row, "attention_mask") > 0
+    if len(attended) != len(sequence):
+        raise ValueError(f"has {len(attended)} attention_mask for {len(sequence)} sequences.")
     if len(sequence) < width:
         raise ValueError(f"has {len(sequence)} sequences for {width} entries of response_mask.")
     for key in ("action_log_probs", "rollout_logprobs", "loss_mask", "advantages"):
@@ -190,7 +192,15 @@ def _prepare_areal(row: dict[str, Any], path: Path) -> None:
             " replace logprobs by prox_logp; write it before (docs/dumps.md)"
         )
     padded_length = len(_numbers(row, "prox_logp"))
-    length = int((_numbers(row, "attention_mask", padded_length) > 0).sum())
+    attended = _numbers(row, "attention_mask", padded_length) > 0
+    length = int(attended.sum())
+    # AReaL pads on the right (areal/utils/data.py, pad_sequences_to_tensors). With other padding
+    # the cut below would take other tokens.
+    if not attended[:length].all():
+        raise ValueError(
+            "has an attention_mask with 0 before 1; write the batch as AReaL's trainer has it, with"
+            " padding only on the right"
+        )
     for key in ("input_ids", "loss_mask", "logprobs", "versions"):
         if row.get(key) is not None:
             row[key] = _numbers(row, key, padded_length)[:length]
@@ -376,6 +386,9 @@ def format_of(row: Row) -> RowFormat:
     elif row.keys() >= {"input_prompt", "output_response"}:
         # skyrl/train/utils/trainer_utils.py, dump_per_dataset_eval_results
         hint = "SkyRL's evaluation files have no log-probs; trainer.dump_data_batch writes them."
+    elif "step" in row and any("/" in str(key) for key in row):
+        # metrics.jsonl of this program, whose name is also that of other programs' logs
+        hint = "these are metrics; give the directory of the run."
     raise ValueError(f"has an unknown form, with the keys {quoted(sorted(map(str, row)))}; {hint}")
 
 
