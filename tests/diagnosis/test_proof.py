@@ -543,8 +543,8 @@ def test_the_command_shows_the_proof_first(penalized_dump: Path, path: Path, cap
     text = " ".join(capsys.readouterr().out.split())
     claim = "applies a repetition penalty of about 1.13"
     assert text.index("penalty in the sampler") < text.index(claim)
-    assert "the rollout engine is wrong" in text
-    assert "60 tokens of 6 samples" in text
+    assert "the rollout engine differs from fp32" in text
+    assert "60 tokens of the 6 samples with the largest mismatch" in text
 
 
 def test_the_command_writes_the_proof_as_json(

@@ -47,8 +47,8 @@ def noisy(values: np.ndarray, size: float) -> np.ndarray:
 
 CASES = {
     "none": (0.0, 0.0, "both engines are close to fp32"),
-    "rollout": (0.0, 0.05, "the rollout engine is wrong"),
-    "training": (0.05, 0.001, "training is wrong"),
+    "rollout": (0.0, 0.05, "the rollout engine differs from fp32"),
+    "training": (0.05, 0.001, "training differs from fp32"),
     "both": (0.05, 0.04, "both differ from fp32"),
 }
 

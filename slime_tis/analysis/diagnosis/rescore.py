@@ -63,9 +63,9 @@ class Rescored:
         if max(self.train_error, self.rollout_error) < MAX_AGREEING_ERROR:
             return "both engines are close to fp32"
         if self.rollout_error > WRONG_ENGINE_RATIO * self.train_error:
-            return "the rollout engine is wrong: training agrees with fp32"
+            return "the rollout engine differs from fp32, and training agrees with it"
         if self.train_error > WRONG_ENGINE_RATIO * self.rollout_error:
-            return "training is wrong: the rollout engine agrees with fp32"
+            return "training differs from fp32, and the rollout engine agrees with it"
         return (
             "both differ from fp32: the model has other weights, or both engines get a wrong input"
         )
@@ -76,9 +76,9 @@ class Rescored:
         if self.step is not None:
             step = f" of step {self.step}"
         return (
-            f"{self.verdict} ({self.tokens} tokens of {self.samples} samples{step}: mean abs(log π"
-            f" − log π_fp32) is {self.train_error:.2g} of training and {self.rollout_error:.2g} of"
-            " the rollout engine, nats)"
+            f"{self.verdict} ({self.tokens} tokens of the {self.samples} samples with the largest"
+            f" mismatch{step}: mean abs(log π − log π_fp32) is {self.train_error:.2g} of training"
+            f" and {self.rollout_error:.2g} of the rollout engine, nats)"
         )
 
 
