@@ -31,11 +31,11 @@ import numpy as np
 import psutil
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.servers.health import Timeouts
+from slime_tis.trainer.engines.servers.server_engine import return_memory
+from slime_tis.trainer.engines.servers.server_group import expert_layout
 from slime_tis.trainer.engines.sglang import schema
 from slime_tis.trainer.engines.sglang.expert_text import ExpertText
-from slime_tis.trainer.engines.sglang.health import Timeouts
-from slime_tis.trainer.engines.sglang.server_group import expert_layout
-from slime_tis.trainer.engines.sglang.sglang_engine import return_memory
 from slime_tis.trainer.megatron.batch import make_batch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of

@@ -16,7 +16,7 @@ from slime_tis.trainer.agents import slime_client
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.health import Timeouts
+from slime_tis.trainer.engines.servers.health import Timeouts
 from slime_tis.trainer.engines.sglang.schema import (
     ControlAnswer,
     GenerateAnswer,

@@ -19,8 +19,8 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.health import Timeouts
-from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
+from slime_tis.trainer.engines.servers.health import Timeouts
+from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import check
 from tests.faults.hostile import (
@@ -66,7 +66,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def engine_on(
     servers: Sequence[Hostile], checkpoint: Path, **options: Any
-) -> Iterator[SGLangEngine]:
+) -> Iterator[ServerEngine]:
     config = {
         "sglang_url": tuple(server.url for server in servers),
         "sglang_request_timeout": 5.0,
@@ -124,7 +124,7 @@ def failure_of(attempt: Callable[[], str | None], caplog: pytest.LogCaptureFixtu
     return failure
 
 
-def failure_of_loss(engine: SGLangEngine, url: str) -> str | None:
+def failure_of_loss(engine: ServerEngine, url: str) -> str | None:
     """Describes a wrong end of a rollout without servers, or returns None."""
     try:
         engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0)
@@ -138,7 +138,7 @@ def failure_of_loss(engine: SGLangEngine, url: str) -> str | None:
     return exposure(message)
 
 
-def wait_for_servers(engine: SGLangEngine, count: int) -> None:
+def wait_for_servers(engine: ServerEngine, count: int) -> None:
     while engine.metrics()["rollout/sglang_live_servers"] < count:
         time.sleep(0.001)
 

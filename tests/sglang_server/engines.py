@@ -11,8 +11,8 @@ from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
-from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
-from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
+from slime_tis.trainer.engines.servers.server_engine import ServerEngine
+from slime_tis.trainer.engines.servers.server_group import ServerSettings
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer
 
@@ -33,7 +33,7 @@ class ServedModel:
         return {0: self.reference, 1: self.other_reference, 2: self.reference}
 
     @contextmanager
-    def engine(self, **options: Any) -> Iterator[SGLangEngine]:
+    def engine(self, **options: Any) -> Iterator[ServerEngine]:
         """An engine on the server; see `engine_with_weights` for the options."""
         options = {"servers": (self.server,), "directory": self.directory, **options}
         with engine_with_weights(self.checkpoint, self.reference, **options) as engine:
@@ -51,7 +51,7 @@ def engine_with_weights(
     sampling: Sampling | None = None,
     push: bool = True,
     **options: Any,
-) -> Iterator[SGLangEngine]:
+) -> Iterator[ServerEngine]:
     """An engine on given or launched servers, with the reference's weights as version 0.
 
     Args:
@@ -73,8 +73,8 @@ def engine_with_weights(
         weights=weights or reference.named_tensors,
         output_dir=Path(tempfile.mkdtemp(dir=directory)),
     )
-    settings = SGLangSettings(config=config, sampling=sampling)
-    engine = SGLangEngine(settings, load_tokenizer(checkpoint), host)
+    settings = ServerSettings(config=config, sampling=sampling)
+    engine = ServerEngine(settings, load_tokenizer(checkpoint), host)
     try:
         if push:
             engine.update_weights(reference.named_tensors, 0)

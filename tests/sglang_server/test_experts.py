@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import weights_by_file_name
-from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
+from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from tests.checkpoints import make_checkpoint
 from tests.samples import flat, reloaded
 from tests.sglang_server.engines import ServedModel
@@ -211,7 +211,7 @@ def aborted_responses(groups: list[list[Sample]]) -> list[Sample]:
     return [sample for sample in aborted if sample.response_ids]
 
 
-def complete_three_groups(engine: SGLangEngine, prompts: list[Prompt]) -> list[Sample]:
+def complete_three_groups(engine: ServerEngine, prompts: list[Prompt]) -> list[Sample]:
     return flat(engine.submit(prompts, UNEVEN, seed=0, num_groups=3).result())
 
 

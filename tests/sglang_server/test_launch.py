@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.sglang.client import ROUTING_KEY
-from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
+from slime_tis.trainer.engines.servers.client import ROUTING_KEY
+from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, wait_until
 from tests.rollout.sglang.rollouts import PROMPTS, SAMPLING, Run, assert_exact
 from tests.rollout.sglang.test_functions import RUN, assert_two_turns, two_turns
@@ -97,7 +97,7 @@ def refusal_of_a_wrong_key(model: ServedModel, url: str, environment: pytest.Mon
 
 
 def rollout_with_killed_scheduler(
-    engine: SGLangEngine, before: set[psutil.Process], log: Path, prompts: list[Prompt]
+    engine: ServerEngine, before: set[psutil.Process], log: Path, prompts: list[Prompt]
 ) -> list[Sample]:
     pending = engine.submit(prompts, LONG, seed=0)
     scheduler = scheduler_among(children() - before)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
+from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from tests.samples import flat
 from tests.sglang_server.engines import ServedModel
 from tests.sglang_server.references import BOUND, largest_difference
@@ -35,14 +35,14 @@ class Recovery:
     metrics_after_return: dict[str, float] = field(default_factory=dict)
 
 
-def rollout_with_death(engine: SGLangEngine, victim: RealServer, prompts: list[Prompt]) -> Recovery:
+def rollout_with_death(engine: ServerEngine, victim: RealServer, prompts: list[Prompt]) -> Recovery:
     pending = engine.submit(prompts, LONG, seed=0)
     wait_for_decoding(victim.log)
     victim.kill()
     return Recovery(interrupted=pending.result(), metrics_after_death=engine.metrics())
 
 
-def rollouts_during_restart(engine: SGLangEngine, prompts: list[Prompt]) -> list[Sample]:
+def rollouts_during_restart(engine: ServerEngine, prompts: list[Prompt]) -> list[Sample]:
     """Samples until the engine uses the server again."""
     samples: list[Sample] = []
     deadline = time.monotonic() + 60.0

@@ -97,8 +97,8 @@ TESTS = {
         *RUN_TESTS,
     ],
     "slime_tis/trainer/engines/sglang/schema.py": SGLANG_TESTS,
-    "slime_tis/trainer/engines/sglang/client.py": SGLANG_TESTS,
-    "slime_tis/trainer/engines/sglang/responses.py": SGLANG_TESTS,
+    "slime_tis/trainer/engines/servers/client.py": SGLANG_TESTS,
+    "slime_tis/trainer/engines/servers/responses.py": SGLANG_TESTS,
     "slime_tis/trainer/agents/custom_generate.py": [*SAMPLE_TESTS, *AGENT_TESTS],
     "slime_tis/trainer/agents/sampled_tokens.py": [
         *SAMPLE_TESTS,

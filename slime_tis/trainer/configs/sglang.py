@@ -37,8 +37,8 @@ VARIABLE = "-env"
 """Ending of such a flag if its value names an environment variable."""
 
 WEIGHT_TRANSPORTS = {
-    "distributed": "slime_tis.trainer.engines.sglang.weights.distributed:DistributedSync",
-    "disk": "slime_tis.trainer.engines.sglang.weights.disk:DiskSync",
+    "distributed": "slime_tis.trainer.engines.sglang.distributed:DistributedSync",
+    "disk": "slime_tis.trainer.engines.servers.weights.disk:DiskSync",
 }
 """Classes by value of --sglang-weight-sync; they implement `weights.protocol.WeightSync`."""
 if TYPE_CHECKING:

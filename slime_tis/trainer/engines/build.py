@@ -21,16 +21,16 @@ def build_engine(
     """Builds the engine that `--rollout-engine` names."""
     # Imported here, because each engine has dependencies that the other does not need.
     if config.rollout_engine == "sglang":
-        from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
-        from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
+        from slime_tis.trainer.engines.servers.server_engine import ServerEngine
+        from slime_tis.trainer.engines.servers.server_group import ServerSettings
 
-        settings = SGLangSettings(
+        settings = ServerSettings(
             config=sglang,
             sampling=training_sampling(config),
             allow_truncation_bias=config.allow_truncation_bias,
             rounding=config.weight_update_rounding,
         )
-        return SGLangEngine(settings, tokenizer, host)
+        return ServerEngine(settings, tokenizer, host)
     from slime_tis.trainer.engines.local.local_engine import LocalEngine
 
     return LocalEngine(

@@ -9,10 +9,10 @@ from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost
-from slime_tis.trainer.engines.sglang.client import Server, make_client
-from slime_tis.trainer.engines.sglang.health import Timeouts
-from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
-from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
+from slime_tis.trainer.engines.servers.client import Server, make_client
+from slime_tis.trainer.engines.servers.health import Timeouts
+from slime_tis.trainer.engines.servers.server_engine import ServerEngine
+from slime_tis.trainer.engines.servers.server_group import ServerSettings
 from tests.rollout.sglang.fake_sglang import STOP, continuation, log_prob
 from tests.samples import flat
 
@@ -88,7 +88,7 @@ class ByHand:
 
 
 def make_engine(checkpoint, weights, **options):
-    """An engine with short timeouts; `options` are fields of EngineHost, SGLangSettings and
+    """An engine with short timeouts; `options` are fields of EngineHost, ServerSettings and
     SGLangConfig."""
     tokenizer = options.pop("tokenizer", None) or load_tokenizer(checkpoint)
     host = {
@@ -97,8 +97,8 @@ def make_engine(checkpoint, weights, **options):
     config = SGLangConfig(
         **{name: options.pop(name) for name in list(options) if name.startswith("sglang_")}
     )
-    return SGLangEngine(
-        SGLangSettings(config=config, **{"timeouts": QUICK, **options}),
+    return ServerEngine(
+        ServerSettings(config=config, **{"timeouts": QUICK, **options}),
         tokenizer,
         EngineHost(
             **{"hf_checkpoint": checkpoint, "weights": weights, "output_dir": checkpoint, **host}

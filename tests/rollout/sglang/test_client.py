@@ -10,7 +10,7 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.sglang.client import (
+from slime_tis.trainer.engines.servers.client import (
     Keys,
     RequestRefused,
     Server,

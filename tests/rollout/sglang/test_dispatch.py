@@ -9,7 +9,7 @@ from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.health import Timeouts
+from slime_tis.trainer.engines.servers.health import Timeouts
 from tests.rollout.sglang.fake_sglang import fake_servers, log_prob, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import (
     EARLY,

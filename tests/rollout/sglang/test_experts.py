@@ -21,10 +21,10 @@ from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.function_requests import Generation, RequestOptions
 from slime_tis.trainer.engines.local.routing import has_usable_experts
+from slime_tis.trainer.engines.servers import responses as sampling_module
+from slime_tis.trainer.engines.servers.responses import PendingSample
 from slime_tis.trainer.engines.sglang import expert_text
-from slime_tis.trainer.engines.sglang import responses as sampling_module
 from slime_tis.trainer.engines.sglang.expert_text import ExpertText
-from slime_tis.trainer.engines.sglang.responses import PendingSample
 from slime_tis.trainer.engines.sglang.schema import (
     ExpertLayout,
     GenerateRequest,

@@ -15,7 +15,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.rollout_engine import RolloutEngine, RolloutUnavailable
-from slime_tis.trainer.engines.sglang.responses import Limits
+from slime_tis.trainer.engines.servers.responses import Limits
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import (
     LAYERS,

@@ -23,9 +23,9 @@ import pytest
 from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang import launch
-from slime_tis.trainer.engines.sglang.launch import LaunchedServers, free_ports, server_command
-from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
+from slime_tis.trainer.engines.servers import launch
+from slime_tis.trainer.engines.servers.launch import LaunchedServers, free_ports, server_command
+from slime_tis.trainer.engines.servers.server_group import ServerSettings
 from tests.rollout.sglang.fake_sglang import wait_until
 from tests.runs import fork_server
 
@@ -208,7 +208,7 @@ def test_servers_get_the_other_variables(running, index):
 
 @both
 def test_servers_do_not_import_the_supervisors_modules(running, index):
-    assert not [path for path in running.facts[index]["path"] if path.endswith("engines/sglang")]
+    assert not [path for path in running.facts[index]["path"] if path.endswith("engines/servers")]
 
 
 @both
@@ -514,5 +514,5 @@ def test_servers_share_the_gpus(flags, gpus):
 )
 def test_servers_record_experts_if_they_are_replayed(records_experts, flags):
     sampling = Sampling(max_response_len=1, return_routed_experts=records_experts)
-    settings = SGLangSettings(config=SGLangConfig(sglang_launch=1), sampling=sampling)
+    settings = ServerSettings(config=SGLangConfig(sglang_launch=1), sampling=sampling)
     assert settings.launch_config.sglang_server_args == flags

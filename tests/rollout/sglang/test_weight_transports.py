@@ -19,10 +19,10 @@ from safetensors import safe_open
 
 from slime_tis.trainer.configs.sglang import WEIGHT_TRANSPORTS, SGLangConfig
 from slime_tis.trainer.engines.rollout_engine import EngineHost
-from slime_tis.trainer.engines.sglang.client import ServerError
-from slime_tis.trainer.engines.sglang.weights import protocol
-from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
-from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync, UpdateGroup
+from slime_tis.trainer.engines.servers.client import ServerError
+from slime_tis.trainer.engines.servers.weights import protocol
+from slime_tis.trainer.engines.servers.weights.disk import DiskSync
+from slime_tis.trainer.engines.sglang.distributed import DistributedSync, UpdateGroup
 from tests.rollout.sglang.fake_sglang import REFUSED, fake_servers
 from tests.rollout.sglang.rollouts import with_clients
 from tests.runs import fork_server

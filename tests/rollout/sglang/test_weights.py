@@ -8,8 +8,8 @@ import torch
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.rollout_engine import SentRows
-from slime_tis.trainer.engines.sglang.server_group import server_precision
-from slime_tis.trainer.engines.sglang.weights.checksums import is_stale, server_name
+from slime_tis.trainer.engines.servers.server_group import server_precision
+from slime_tis.trainer.engines.servers.weights.checksums import is_stale, server_name
 from tests.rollout.sglang.fake_sglang import REFUSED, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, assert_exact, held, versions_of
 from tests.samples import flat

@@ -1,1 +1,1 @@
-"""Rollouts from SGLang servers over HTTP: requests, faults, weights and the servers themselves."""
+"""What only SGLang servers have: requests and answers, and weights by broadcast."""

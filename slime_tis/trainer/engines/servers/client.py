@@ -1,7 +1,7 @@
 """HTTP requests to untrusted servers.
 
 Answers are bounded in size and never decompressed; messages never contain keys or parts of keys.
-Requests are retried after a ServerError. The package raises `engines.engine.RolloutUnavailable`,
+Requests are retried after a ServerError. The package raises `RolloutUnavailable`,
 after which the run saves a checkpoint and ends, and ValueError for invalid options.
 """
 
@@ -77,11 +77,11 @@ MIN_ECHO = 8
 REDACTED = "***"
 
 
-class SGLangError(Exception):
+class RequestError(Exception):
     """A request to a server failed; the message names the server and the reason."""
 
 
-class ServerError(SGLangError):
+class ServerError(RequestError):
     """A server failed; another server may succeed."""
 
 
@@ -93,7 +93,7 @@ class UnexpectedWeights(ServerError):
     """A server answered with other weights than it was given."""
 
 
-class RequestRefused(SGLangError, ValueError):
+class RequestRefused(RequestError, ValueError):
     """A server refuses a request with HTTP 4xx or `success: false` (status 200).
 
     Every server would refuse it, except for a wrong key or address.
@@ -132,7 +132,7 @@ class Server:
         """Why the server cannot sample a token (it may be paused), or None; takes over a second."""
         try:
             await self._request("GET", "/health", timeout=HEALTH_TIMEOUT, parse=bytes)
-        except SGLangError as error:
+        except RequestError as error:
             return str(error)
         return None
 
@@ -148,7 +148,7 @@ class Server:
         """Returns the URLs of a router's servers; raises ValueError if they are unknown."""
         try:
             answer = await self._get("/workers", schema.ControlAnswer)
-        except SGLangError as error:
+        except RequestError as error:
             raise _unknown_workers(str(error)) from None
         urls: list[str] = []
         for worker in answer.workers or ():
@@ -248,7 +248,7 @@ class Server:
     async def abort(self, request_id: str) -> None:
         """Aborts a request, which then returns its partial response; ignores failures."""
         for server in self.workers or (self,):
-            with suppress(SGLangError):
+            with suppress(RequestError):
                 await server.post(
                     "/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT
                 )

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.client import RequestRefused, ServerError, SGLangError
-from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState
+from slime_tis.trainer.engines.servers.client import RequestError, RequestRefused, ServerError
+from slime_tis.trainer.engines.servers.health import HealthMonitor, ServerState
 
 SERVER_REFUSALS = (401, 403, 404, 405)
 """Refusals that concern the server: another key, or another program at its address."""
@@ -35,7 +35,7 @@ class Dispatcher:
         """
         state = await self._free_server(failed_on)
         scope = asyncio.timeout(None)
-        failure: SGLangError | None = None
+        failure: RequestError | None = None
         try:
             async with scope:
                 # No other task runs between the choice and this line, so the server still has room.
@@ -43,7 +43,7 @@ class Dispatcher:
                 yield state
         except TimeoutError:
             failure = ServerError(f"{state.server.url} was marked down: {state.reason}")
-        except SGLangError as error:
+        except RequestError as error:
             failure = error
         finally:
             state.requests.discard(scope)
@@ -57,7 +57,7 @@ class Dispatcher:
             await self._note_failure(state, failure, failed_on)
 
     async def _note_failure(
-        self, state: ServerState, failure: SGLangError, failed_on: list[ServerState]
+        self, state: ServerState, failure: RequestError, failed_on: list[ServerState]
     ) -> None:
         """Reports the failure to the monitor, and waits before the retry."""
         self.health.note_failure(state, failure)

@@ -16,7 +16,7 @@ import torch
 from slime_tis.errors import one_line
 from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang import supervise
+from slime_tis.trainer.engines.servers import supervise
 
 HOST = "127.0.0.1"
 MAX_RESTARTS = 3

@@ -23,15 +23,15 @@ from typing import Literal, NamedTuple
 
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.client import (
+from slime_tis.trainer.engines.servers.client import (
+    RequestError,
     RequestRefused,
     Server,
     ServerError,
-    SGLangError,
     UnexpectedWeights,
 )
+from slime_tis.trainer.engines.servers.weights.protocol import release
 from slime_tis.trainer.engines.sglang.schema import ServerInfo, version_number
-from slime_tis.trainer.engines.sglang.weights.protocol import release
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class HealthMonitor:
                     f"{state.server.url} answered with weights {version}, but was given {first}."
                 )
 
-    def note_failure(self, state: ServerState, error: SGLangError) -> None:
+    def note_failure(self, state: ServerState, error: RequestError) -> None:
         """Probes the server of a failed request before it gets further requests."""
         if not isinstance(error, UnexpectedWeights):
             self._probe(state, str(error))
@@ -367,7 +367,7 @@ class HealthMonitor:
             version = state.version
             try:
                 name = await state.server.weight_version()
-            except SGLangError as error:
+            except RequestError as error:
                 self._probe(state, str(error))
                 continue
             # An update during the request may have given the server other weights.

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from slime_tis.trainer.configs.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
-from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError
-from slime_tis.trainer.engines.sglang.weights import protocol
+from slime_tis.trainer.engines.servers.client import RequestRefused, Server, ServerError
+from slime_tis.trainer.engines.servers.weights import protocol
 
 
 class DistributedSync:

@@ -14,7 +14,12 @@ from torch import Tensor
 from slime_tis.errors import first_line
 from slime_tis.trainer.engines.event_loops import THREADS
 from slime_tis.trainer.engines.rollout_engine import WeightSource
-from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError
+from slime_tis.trainer.engines.servers.client import (
+    RequestError,
+    RequestRefused,
+    Server,
+    ServerError,
+)
 
 Result = TypeVar("Result")
 
@@ -102,7 +107,7 @@ async def on_all_servers(
     outcomes = await asyncio.gather(*(step(server) for server in servers), return_exceptions=True)
     passed = []
     for server, outcome in zip(servers, outcomes, strict=True):
-        if isinstance(outcome, SGLangError):
+        if isinstance(outcome, RequestError):
             failed[server] = server.quoted(str(outcome))
         elif isinstance(outcome, BaseException):
             raise outcome
@@ -149,7 +154,7 @@ async def release(server: Server, group_name: str | None = None) -> None:
 
 
 async def exchange(request: Awaitable[None], local_side: asyncio.Future[None]) -> None:
-    """Waits for both sides of an exchange; the first failure raises SGLangError."""
+    """Waits for both sides of an exchange; the first failure raises RequestError."""
     server_side: asyncio.Future[None] = asyncio.ensure_future(request)
     try:
         await asyncio.wait({server_side, local_side}, return_when=asyncio.FIRST_EXCEPTION)

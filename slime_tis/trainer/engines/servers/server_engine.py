@@ -35,10 +35,10 @@ from slime_tis.trainer.engines.rollout_engine import (
     SentRows,
     WeightSource,
 )
-from slime_tis.trainer.engines.sglang.client import RequestRefused
-from slime_tis.trainer.engines.sglang.launch import LaunchedServers
-from slime_tis.trainer.engines.sglang.responses import Limits, PendingSample, RolloutTask, seed_of
-from slime_tis.trainer.engines.sglang.server_group import ServerGroup, SGLangSettings
+from slime_tis.trainer.engines.servers.client import RequestRefused
+from slime_tis.trainer.engines.servers.launch import LaunchedServers
+from slime_tis.trainer.engines.servers.responses import Limits, PendingSample, RolloutTask, seed_of
+from slime_tis.trainer.engines.servers.server_group import ServerGroup, ServerSettings
 from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.rank_collectives import RankZero
 
@@ -49,7 +49,7 @@ SAFE_POINT_INTERVAL = 1.0
 """Seconds between two safe points while a rollout is awaited."""
 
 
-class SGLangEngine:
+class ServerEngine:
     """Samples with SGLang servers; see `RolloutEngine`."""
 
     can_checkpoint_weights = False
@@ -61,7 +61,7 @@ class SGLangEngine:
     _servers: ServerGroup
 
     def __init__(
-        self, settings: SGLangSettings, tokenizer: PreTrainedTokenizerBase, host: EngineHost
+        self, settings: ServerSettings, tokenizer: PreTrainedTokenizerBase, host: EngineHost
     ) -> None:
         """Launches servers if configured, and waits for all servers; a collective."""
         self.weight_version = 0
@@ -121,7 +121,7 @@ class SGLangEngine:
         function: RolloutFunction | None = None,
         concurrency: int = 1,
         num_groups: int | None = None,
-    ) -> SGLangRollout:
+    ) -> ServerRollout:
         """Starts sampling, or calling the function on rank 0, in the loop of the servers' requests.
 
         See `RolloutEngine`. Responses without a function use `seed` only with servers that
@@ -143,7 +143,7 @@ class SGLangEngine:
             sampling = self._limits.with_reported_masks(sampling)
             responses = self._pending_samples(calls, sampling, seed)
             concurrency = max(len(responses), 1)
-        rollout = SGLangRollout(self, calls, num_groups, makes_segments=function is not None)
+        rollout = ServerRollout(self, calls, num_groups, makes_segments=function is not None)
         if self._rank_zero.is_self:
             servers = self._servers
             task = RolloutTask(
@@ -266,7 +266,7 @@ class SGLangEngine:
         self._stack.close()
         self._rank_zero.close()
 
-    def is_done(self, rollout: SGLangRollout) -> bool:
+    def is_done(self, rollout: ServerRollout) -> bool:
         """Whether all responses of a rollout arrived without an error; a collective."""
 
         def ask(_: WeightSource) -> bool:
@@ -276,7 +276,7 @@ class SGLangEngine:
 
         return self._rank_zero.run(ask, self._host.weights)
 
-    def collect(self, rollout: SGLangRollout) -> Groups:
+    def collect(self, rollout: ServerRollout) -> Groups:
         """Waits for a rollout; a collective. Only rank 0 gets the samples' experts."""
         experts: list[tuple[Sample, Tensor]] = []
 
@@ -338,10 +338,10 @@ class SGLangEngine:
 
 
 @dataclass(eq=False)
-class SGLangRollout:
+class ServerRollout:
     """A rollout in flight."""
 
-    engine: SGLangEngine
+    engine: ServerEngine
     calls: list[list[FunctionCall]]
     num_groups: int | None
     makes_segments: bool

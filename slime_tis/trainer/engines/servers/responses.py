@@ -28,14 +28,14 @@ from slime_tis.trainer.engines.function_requests import (
     sample_of,
 )
 from slime_tis.trainer.engines.function_rollouts import FunctionBatch
-from slime_tis.trainer.engines.sglang.client import (
+from slime_tis.trainer.engines.servers.client import (
     ABORT_INTERVAL,
     ABORT_TIMEOUT,
     Server,
     ServerError,
 )
-from slime_tis.trainer.engines.sglang.dispatcher import Dispatcher
-from slime_tis.trainer.engines.sglang.health import ServerState
+from slime_tis.trainer.engines.servers.dispatcher import Dispatcher
+from slime_tis.trainer.engines.servers.health import ServerState
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 
 ABORTED_PAUSE = 0.01

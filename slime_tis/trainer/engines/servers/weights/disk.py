@@ -12,8 +12,8 @@ import torch
 
 from slime_tis.trainer.configs.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, WeightSource
-from slime_tis.trainer.engines.sglang.client import Server, ServerError
-from slime_tis.trainer.engines.sglang.weights.protocol import (
+from slime_tis.trainer.engines.servers.client import Server, ServerError
+from slime_tis.trainer.engines.servers.weights.protocol import (
     on_all_servers,
     pause,
     release,

@@ -23,21 +23,21 @@ from slime_tis.trainer.engines.rollout_engine import (
     SentRows,
     WeightSource,
 )
-from slime_tis.trainer.engines.sglang.client import (
+from slime_tis.trainer.engines.servers.client import (
     MalformedAnswer,
+    RequestError,
     RequestRefused,
     Server,
     ServerError,
-    SGLangError,
     make_client,
 )
-from slime_tis.trainer.engines.sglang.dispatcher import Dispatcher
-from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState, Timeouts
-from slime_tis.trainer.engines.sglang.launch import LaunchedServers
-from slime_tis.trainer.engines.sglang.responses import RolloutTask
+from slime_tis.trainer.engines.servers.dispatcher import Dispatcher
+from slime_tis.trainer.engines.servers.health import HealthMonitor, ServerState, Timeouts
+from slime_tis.trainer.engines.servers.launch import LaunchedServers
+from slime_tis.trainer.engines.servers.responses import RolloutTask
+from slime_tis.trainer.engines.servers.weights.checksums import TensorChecksums, stale_weights
+from slime_tis.trainer.engines.servers.weights.protocol import WeightSync
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout
-from slime_tis.trainer.engines.sglang.weights.checksums import TensorChecksums, stale_weights
-from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
 from slime_tis.trainer.engines.weight_rounding import Precision
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ RESTART_INTERVAL = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGLangSettings:
+class ServerSettings:
     """The servers of a run and their required features."""
 
     config: SGLangConfig
@@ -87,7 +87,7 @@ class ServerGroup:
 
     def __init__(
         self,
-        settings: SGLangSettings,
+        settings: ServerSettings,
         host: EngineHost,
         vocab_size: int | None,
         launched: LaunchedServers | None,
@@ -289,21 +289,21 @@ class ServerGroup:
         async def ask(server: Server, text: Sequence[int]) -> dict[int, float]:
             try:
                 return await server.top_log_probs(text, sampling, count)
-            except SGLangError as error:
+            except RequestError as error:
                 logger.warning("a probe of the likeliest tokens failed: %s", error)
                 return {}
 
         return await asyncio.gather(*map(ask, itertools.cycle(servers), texts))
 
     async def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Tensors that did not change in the update; see `SGLangEngine.wrong_weights`."""
+        """Tensors that did not change in the update; see `ServerEngine.wrong_weights`."""
         before = self._checksums
         self._checksums = {}
 
         async def ask(server: Server) -> None:
             try:
                 self._checksums[server] = await server.weight_checksums()
-            except SGLangError as error:
+            except RequestError as error:
                 logger.warning("%s Its weights are checked by log-probs only.", error)
 
         await asyncio.gather(*(ask(state.server) for state in self.health.available()))
@@ -346,7 +346,7 @@ class ServerGroup:
                 return
             try:
                 restored = await self._sync.restore(server)
-            except SGLangError as error:
+            except RequestError as error:
                 self.health.mark_down(server, str(error))
                 return
             if restored:

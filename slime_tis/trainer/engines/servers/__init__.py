@@ -1,0 +1,1 @@
+"""Rollouts from servers over HTTP: requests, faults, weights and the servers themselves."""

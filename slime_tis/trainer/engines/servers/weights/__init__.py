@@ -1,0 +1,1 @@
+"""Weight transports of the servers."""

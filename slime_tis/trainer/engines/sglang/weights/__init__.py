@@ -1,1 +1,0 @@
-"""Weight transports of the SGLang engine."""
