@@ -64,7 +64,7 @@ BASE = (
 )
 """Of the package without extras."""
 EXTRAS = (
-    Smoke(("slime-tis", "diagnose", "--demo", "planted"), "wrong"),
+    Smoke(("slime-tis", "diagnose", "--demo", "planted"), "a repetition penalty of about 1.1"),
     Smoke(("slime-tis", "port", "run.sh"), "train.py \\\n   --hf-checkpoint /m"),
     Smoke(("slime-tis", "train"), "--hf-checkpoint is unset but required", status=2),
     Smoke(("slime-tis", "plan", "--world-size", "2", "--hf-checkpoint", "model"), "2 ranks"),
