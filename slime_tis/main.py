@@ -8,6 +8,7 @@
     slime-tis what-if RUN_OR_DUMP [FLAGS]    prints what corrections would have done to these tokens
     slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch
     slime-tis recommend RUN_OR_DUMP          prints the correction that the study recommends for it
+    slime-tis completion SHELL               prints a script that completes these commands
 
 A command line is read and checked before torch, transformers and Megatron-core are imported,
 because these imports take seconds.
@@ -19,8 +20,9 @@ import locale
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 
 import slime_tis
@@ -33,6 +35,8 @@ WHAT_IF_ORDER = (
 )
 TRAINING_COMMANDS = ("demo", "port", "plan")
 """Commands that need the extra `train`; the others need `analysis`."""
+SHELLS = ("bash", "zsh")
+"""Shells whose completion is tested."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,6 +142,11 @@ def _run(chosen: argparse.Namespace) -> int:
         from slime_tis.analysis.report.recommend import recommend
 
         text = recommend(chosen.path, chosen.rollout_precision)
+    elif chosen.command == "completion":
+        from slime_tis.shell_completion import completion_script, train_flags
+
+        parser = _parser(train_flags())
+        text = completion_script(parser, chosen.shell, with_python=chosen.python)
     else:
         text = what_if_table(chosen.dump, chosen.flags)
     print(text)
@@ -225,20 +234,34 @@ def _add_diagnose_options(add: Callable[..., object], dumps: str) -> None:
     add("--fail-on", default="", metavar="LIMITS", help=limits)
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands; `train` is there only for the help."""
+def _parser(
+    train_flags: Mapping[str, argparse.ArgumentParser] = MappingProxyType({}),
+) -> argparse.ArgumentParser:
+    """Returns the parser of all commands; `train` is there only for the help.
+
+    Args:
+        train_flags: Parsers of the flags of train.py, by command. Only shell completion needs them.
+    """
     parser = argparse.ArgumentParser(
         prog="slime-tis",
         description="Training with rollout correction, and tools for its analysis.",
     )
     parser.add_argument("--version", action="version", version=f"slime-tis {slime_tis.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("train", help="train; `slime-tis train --help` lists the flags")
+
+    def add_parser(name: str, **options: Any) -> argparse.ArgumentParser:
+        """Adds a command, which takes flags of train.py if it has any."""
+        if name in train_flags:
+            # Both parsers have --help.
+            options |= {"parents": [train_flags[name]], "conflict_handler": "resolve"}
+        return commands.add_parser(name, **options)
+
+    add_parser("train", help="train; `slime-tis train --help` lists the flags")
 
     def command(name: str, text: str, details: str = "", **options: Any) -> Callable[..., object]:
         """Adds a command; returns the function that adds its arguments."""
-        description = f"{text.capitalize()}{details}. Needs the extra {_extra(name)}."
-        return commands.add_parser(name, help=text, description=description, **options).add_argument
+        description = f"{text[0].upper()}{text[1:]}{details}. Needs the extra {_extra(name)}."
+        return add_parser(name, help=text, description=description, **options).add_argument
 
     add = command("demo", "train a tiny model for a minute and write a report on its mismatch")
     add(
@@ -312,6 +335,15 @@ def _parser() -> argparse.ArgumentParser:
         " --rollout-correction-preset NAME"
     )
     add("flags", metavar="FLAGS", nargs=argparse.REMAINDER, help=flags)
+
+    add = command(
+        "completion",
+        "print a script that completes commands, flags, choices and paths",
+        ": slime-tis completion bash > ~/.local/share/bash-completion/completions/slime-tis",
+    )
+    add("shell", choices=SHELLS, help="bash or zsh")
+    python = "also complete `python train.py`, in place of the shell's completion of python"
+    add("--python", action="store_true", help=python)
     return parser
 
 

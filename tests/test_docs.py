@@ -487,7 +487,7 @@ OTHER_PROGRAMS = """
 --moe-runner-backend --log-ratio-scale --dtype --compare --json --out --seeds --without-checkpoint
 --experts --prompts --steps --every --held-out --plant-at --engines --device --stages --model
 --other-checkpoint --fail-on --demo --only --sample --world-size --gpu-memory --bandwidth
---master-port --master-addr --node-rank --version --async_generate
+--master-port --master-addr --node-rank --version --async_generate --python
 """
 """Flags of tensorboard, pip, torchrun, Slurm, SGLang, ms-swift, pytest, examples/, benchmarks/,
 tools/, other `slime-tis …`."""

@@ -31,6 +31,7 @@ COMMANDS = {
     "slime-tis alone": ("slime_tis/main.py", [], 0),
     "slime-tis --version": ("slime_tis/main.py", ["--version"], 0),
     "python -m slime_tis": ("slime_tis/__main__.py", ["--version"], 0),
+    "slime-tis completion": ("slime_tis/main.py", ["completion", "bash"], 0),
     "slime-tis port": ("slime_tis/main.py", ["port", "run.sh"], 0),
 }
 RUN = """

@@ -38,6 +38,7 @@ ALL = (
     "aiohttp",
     "msgspec",
     "tqdm",
+    "shtab",
     "psutil",
     "pyarrow",
 )
@@ -71,6 +72,7 @@ NEEDS = {
     "port": (("port", "run_without.sh"), "train"),
     "report": (("report", "dump.jsonl"), "analysis"),
     "diagnose": (("diagnose", "dump.jsonl"), "analysis"),
+    "completion": (("completion", "bash"), "analysis"),
 }
 
 
@@ -91,7 +93,9 @@ def test_a_base_install_is_enough(argv, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv", [("report", "dump.jsonl"), ("diagnose", "dump.jsonl")], ids=" ".join
+    "argv",
+    [("report", "dump.jsonl"), ("diagnose", "dump.jsonl"), ("completion", "bash")],
+    ids=" ".join,
 )
 def test_the_extra_analysis_is_enough(argv, tmp_path):
     ended = run_without(tmp_path, TRAIN, *argv)
