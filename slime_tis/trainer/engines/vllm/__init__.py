@@ -1,0 +1,1 @@
+"""The rollout engine that samples from vLLM servers."""
