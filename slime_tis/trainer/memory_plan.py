@@ -26,6 +26,7 @@ from slime_tis.hf_directory import moe_sizes, read_model_config
 from slime_tis.trainer.cli.file_checks import layout_problems
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
+from slime_tis.trainer.megatron.frozen_weights import freeze_weights, untrained_message
 from slime_tis.trainer.megatron.memory import bytes_per_token
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 
@@ -63,6 +64,8 @@ class Weight(NamedTuple):
     is_sharded: bool
     """Whether tensor-parallel ranks divide it."""
     is_expert: bool
+    is_trained: bool
+    """False if --freeze-params-name-list or --only-train-params-name-list excludes it."""
 
 
 def _backward_bytes(config: TransformerConfig) -> int:
@@ -89,7 +92,8 @@ class Stage:
     gradients: int
     optimizer: int
     temporary: int
-    """Gradient of the largest weight, before it is added to its buffer."""
+    """Gradient of the largest trained weight, before it is added to its buffer; 0 if the stage has
+    nothing to train, which is refused."""
     per_token: int
     """Activations per token of a micro-batch, at the peak of a step, of all micro-batches that the
     stage holds."""
@@ -116,6 +120,11 @@ class Census:
     def total(self) -> int:
         """Number of parameters of the model."""
         return sum(weight.size * weight.copies for weight in self.weights)
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(weight.size * weight.copies for weight in self.weights if weight.is_trained)
 
     def stages(self, config: MegatronConfig, world_size: int) -> list[Stage]:
         """Returns the memory of a rank, stage by stage."""
@@ -165,7 +174,8 @@ class Census:
         if has_engine and transformer.num_moe_experts is None:
             transformer.use_te_activation_func = False  # transformer-engine's layers save more
         optimizer = 0
-        for weight in shard:
+        trained = [weight for weight in shard if weight.is_trained]
+        for weight in trained:
             sharing_ranks = 1
             if config.use_distributed_optimizer:
                 model_parallel = config.tensor_model_parallel_size * stages
@@ -179,9 +189,9 @@ class Census:
         return Stage(
             parameters=parameters,
             weights=itemsize * parameters,
-            gradients=4 * parameters,
+            gradients=4 * sum(weight.size * weight.copies for weight in trained),
             optimizer=optimizer,
-            temporary=itemsize * max(weight.size for weight in shard),
+            temporary=itemsize * max((weight.size for weight in trained), default=0),
             per_token=activations + _backward_bytes(transformer),
         )
 
@@ -218,6 +228,7 @@ def census(config: MegatronConfig) -> Census:
     # as many expert-parallel ranks as experts, hence one expert on the rank
     with fake_rank(one_rank, experts) as parallel:
         model = build_model(one_rank.hf_checkpoint, one_rank, parallel)
+        freeze_weights(model, one_rank, parallel)
         weights = []
         for name, parameter in model.module.named_parameters():
             # megatron-core's mark of expert weights
@@ -233,6 +244,7 @@ def census(config: MegatronConfig) -> Census:
                 is_embedding=name.startswith("embedding."),
                 is_sharded=getattr(parameter, "tensor_model_parallel", False),
                 is_expert=is_expert,
+                is_trained=parameter.requires_grad,
             )
             weights.append(weight)
         return Census(
@@ -274,7 +286,10 @@ def smallest_layout(
             )
             if any(layout_problems(layout, model, moe, ranks)):
                 continue
-            tokens = [stage.tokens(memory) for stage in weights.stages(layout, ranks)]
+            stages = weights.stages(layout, ranks)
+            if not all(stage.temporary for stage in stages):
+                continue  # a stage with nothing to train
+            tokens = [stage.tokens(memory) for stage in stages]
             if min(tokens) >= MIN_TOKENS:
                 return ranks, layout
     return None
@@ -315,6 +330,10 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         raise ValueError(problems)
     weights = census(config)
     stages = weights.stages(config, world_size)
+    selected = config.selected_weights
+    if selected is not None and not all(stage.temporary for stage in stages):
+        option, _ = selected
+        raise ValueError(untrained_message(option, len(stages)))
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
     bytes_per_weight = 4 if config.precision == "fp32" else 2
@@ -326,6 +345,11 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         f" {len(stages)} × context {config.context_parallel_size} × data {data}, expert"
         f" {config.expert_model_parallel_size}",
     ]
+    if selected is not None:
+        lines.append(
+            f"{weights.trained:,} parameters are trained; the others have no gradient and no"
+            " optimizer state."
+        )
     lines += _table(stages, memory)
     lines += [
         f"tokens: the largest micro-batch that fits into {USABLE:.0%} of {gpu_memory:g} GiB.",

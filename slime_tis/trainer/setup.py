@@ -24,6 +24,7 @@ from slime_tis.hf_directory import (
     moe_sizes,
     read_model_config,
 )
+from slime_tis.options.fields import flag
 from slime_tis.policy.config import needs_old_log_probs, old_policy_name
 from slime_tis.policy.custom_loss import ObjectiveFunctions
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
@@ -561,3 +562,11 @@ def report_settings(process: Process, engine: TrainingEngine) -> None:
         print(f"micro-batches: {budget}", flush=True)
     if process.arguments.megatron.share_prompts is None and not engine.shares_prompts:
         print(f"shared prompts: off ({engine.no_shared_prompts})", flush=True)
+    selected = process.arguments.megatron.selected_weights
+    if selected is not None:
+        option, _ = selected
+        trained, total = engine.parameter_counts()
+        print(
+            f"trained weights: {trained:,} of {total:,} parameters on rank 0 ({flag(option)})",
+            flush=True,
+        )

@@ -254,7 +254,7 @@ def test_all_refusals_are_listed_before_any_file(tmp_path):
 OTHER_EXPERIMENTS = {
     "adapters": (
         "--lora-rank 32 --lora-alpha 32 --target-modules all-linear",
-        "trains all weights",
+        "trains the model's own weights",
     ),
     "distillation": ("--use-opd --opd-type sglang", "no on-policy distillation"),
     "critic": ("--advantage-estimator ppo", "there is no critic"),

@@ -27,6 +27,14 @@ REFUSALS = [
     (f"--seed {'9' * 5000}", "(5002 characters)"),
     ("--rollout-stop-token-ids 2 -5", "-5"),
     (
+        "--freeze-params-name-list embedding 'layers.(0'",
+        "'layers.(0', which is no regular expression: missing )",
+    ),
+    (
+        "--freeze-params-name-list a --only-train-params-name-list b",
+        "are both given; remove one of the two",
+    ),
+    (
         "--debug-rollout-only --ci-train-rollout-logprob-abs-diff-threshold 1",
         "--ci-train-rollout-logprob-abs-diff-threshold has no effect",
     ),

@@ -268,7 +268,8 @@ WITHOUT_COUNTERPART = {
     "--custom-convert-samples-to-train-data-path a.b": (
         "no function is called on the converted batch"
     ),
-    "--lora-rank 8": "this program trains all weights",
+    "--lora-rank 8": "this program trains the model's own weights",
+    "--freeze-indexer": "the model has layers that this program lacks",
     "--megatron-to-hf-mode bridge": "without conversion",
     "--disable-rewards-normalization": "raw_rewards",
 }

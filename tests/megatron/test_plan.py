@@ -17,6 +17,7 @@ from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron import memory
 from slime_tis.trainer.megatron.architecture import build_model
 from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.frozen_weights import freeze_weights
 from slime_tis.trainer.megatron.memory import TokenBudget, bytes_per_token, free_memory
 from slime_tis.trainer.megatron.training_engine import TrainingEngine, wrap
 from slime_tis.trainer.memory_plan import GIB, USABLE, census, fake_rank, smallest_layout
@@ -132,6 +133,16 @@ LAYOUTS = {
         4,
         {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
     ),
+    "frozen weights": (
+        "qwen3",
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "bf16": True,
+            "freeze_params_name_list": ("embedding", "linear_fc2", "q_layernorm"),
+        },
+    ),
     "experts": (
         "qwen3_moe",
         4,
@@ -162,6 +173,7 @@ def built_stages(request, tmp_path_factory):
     for index, stage in enumerate(planned):
         with fake_rank(config, ranks, index * ranks // len(planned)) as parallel:
             model = build_model(config.hf_checkpoint, config, parallel)
+            freeze_weights(model, config, parallel)
             weights = list(model.module.parameters())
             ddp = wrap(model.module, model.config, config)
         gradients = 0
@@ -176,7 +188,7 @@ def test_the_plan_counts_the_weights_that_megatron_builds(built_stages):
     for stage, weights, _ in stages:
         assert stage.parameters == sum(weight.numel() for weight in weights)
         assert stage.weights == sum(weight.nbytes for weight in weights)
-        assert stage.temporary == max(weight.nbytes for weight in weights)
+        assert stage.temporary == max(each.nbytes for each in weights if each.requires_grad)
 
 
 def test_the_plan_counts_the_gradients_that_megatron_builds(built_stages):
@@ -236,6 +248,22 @@ def test_numbers_out_of_range_are_refused(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write_config(tmp_path, "qwen3", QWEN3_4B | {"num_hidden_layers": 4})
     assert main(["plan", "--hf-checkpoint", str(tmp_path), *flags]) == 2
+
+
+def test_trained_parameters_are_named(tmp_path, capsys):
+    model = make_checkpoint(tmp_path, "qwen3")
+    flags = ["--hf-checkpoint", str(model), "--only-train-params-name-list", "final_layernorm"]
+    hidden_size = json.loads((model / "config.json").read_text())["hidden_size"]
+    assert main(["plan", "--world-size", "1", *flags]) == 0
+    assert f"\n{hidden_size} parameters are trained;" in capsys.readouterr().out
+
+
+def test_a_pattern_without_a_match_is_refused(tmp_path, capsys):
+    """A mixture of experts is built with as many ranks as experts."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+    flags = ["--hf-checkpoint", str(tmp_path), "--freeze-params-name-list", "wq_b"]
+    assert main(["plan", "--world-size", "1", *flags]) == 2
+    assert "'wq_b', which is found in no weight's name" in capsys.readouterr().err
 
 
 def memory_of(run):
@@ -325,6 +353,9 @@ def trains_within_the_plan(parallel, directory, layout):
         ),
         pytest.param("qwen3", 2, {"use_distributed_optimizer": True}, id="data"),
         pytest.param("qwen3", 2, {"pipeline_model_parallel_size": 2}, id="pipeline"),
+        pytest.param(
+            "qwen3", 1, {"freeze_params_name_list": ("linear_fc2", "output")}, id="frozen weights"
+        ),
         pytest.param("qwen3_moe", 1, {}, id="experts"),
         pytest.param(
             "qwen3",

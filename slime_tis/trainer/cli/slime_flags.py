@@ -149,7 +149,7 @@ LAYERS = (
     "the model has layers that this program lacks; use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE"
     " or GLM-4.5 checkpoint"
 )
-ALL_WEIGHTS = "this program trains all weights, which is another experiment; use slime"
+NO_ADAPTERS = "this program trains the model's own weights, not adapters; use slime"
 
 RAW_REWARDS = "--custom-reward-post-process-path slime_tis.trainer.rewards.raw.raw_rewards"
 """Takes rewards as advantages, without the group's baseline and scale."""
@@ -182,8 +182,7 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
 """Advice on values of slime's flags that ask for another experiment."""
 
 OTHER_EXPERIMENTS: Mapping[str, str] = {
-    "--lora-* --target-modules --exclude-modules": ALL_WEIGHTS,
-    "--freeze-params-name-list --only-train-params-name-list --freeze-indexer": ALL_WEIGHTS,
+    "--lora-* --target-modules --exclude-modules": NO_ADAPTERS,
     "--use-opd --opd-*": "there is no on-policy distillation; use slime",
     "--fp8-*": (
         "training is in bf16, fp16 or fp32, which is another experiment; use --bf16, and for"
@@ -214,7 +213,7 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
         "--qk-pos-emb-head-dim --v-head-dim --mscale --mscale-all-dim --use-gated-attention "
         "--attention-output-gate --no-position-embedding --rotary-interleaved "
         "--apply-layernorm-1p --post-self-attn-layernorm --post-mlp-layernorm "
-        "--qwen-gdn-backend"
+        "--qwen-gdn-backend --freeze-indexer"
     ): (LAYERS),
 }
 """Advice on flags of training that this program cannot do, which `slime-tis port` refuses.

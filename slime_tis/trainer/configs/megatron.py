@@ -1,11 +1,13 @@
 """Options of the training engine: model, layout, precision, optimizer, checkpoints, launcher."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-from slime_tis.options.fields import Limits, check_fields, option
+from slime_tis.errors import quoted
+from slime_tis.options.fields import Limits, check_fields, flag, option
 
 data_option = partial(option, group="model and data")
 loop_option = partial(option, group="training loop")
@@ -108,6 +110,10 @@ class MegatronConfig:
     """Constant added to the root of the second moment."""
     clip_grad: Annotated[float, Limits(ge=0, le=1_000_000)] = optimizer_option(1.0)
     """Largest global L2 norm of the gradient; 0: no clipping."""
+    freeze_params_name_list: tuple[str, ...] | None = optimizer_option(None, metavar="REGEX")
+    """Regular expressions; weights in whose Megatron name one is found are not trained."""
+    only_train_params_name_list: tuple[str, ...] | None = optimizer_option(None, metavar="REGEX")
+    """Regular expressions; only weights in whose Megatron name one is found are trained."""
     nonfinite_gradient: Literal["stop", "skip"] = optimizer_option("stop")
     """At a non-finite gradient or loss: save and stop, or skip and count the step."""
     bf16: bool = parallel_option(False)
@@ -178,6 +184,35 @@ class MegatronConfig:
                 "--sequence-parallel is on but --tensor-model-parallel-size is 1; raise it, or"
                 " remove it."
             )
+        self._check_patterns()
+
+    def _check_patterns(self) -> None:
+        """Refuses both lists of weights at once, and texts that are no regular expressions."""
+        frozen = self.freeze_params_name_list
+        trained = self.only_train_params_name_list
+        if frozen and trained:
+            raise ValueError(
+                "--freeze-params-name-list and --only-train-params-name-list are both given; remove"
+                " one of the two."
+            )
+        for name in ("freeze_params_name_list", "only_train_params_name_list"):
+            for pattern in getattr(self, name) or ():
+                try:
+                    re.compile(pattern)
+                except (re.error, RecursionError, OverflowError) as error:
+                    raise ValueError(
+                        f"{flag(name)} has {quoted(pattern)}, which is no regular expression:"
+                        f" {error}."
+                    ) from None
+
+    @property
+    def selected_weights(self) -> tuple[str, tuple[str, ...]] | None:
+        """The name of the option that selects weights, and its patterns; None if all train."""
+        if self.freeze_params_name_list:
+            return "freeze_params_name_list", self.freeze_params_name_list
+        if self.only_train_params_name_list:
+            return "only_train_params_name_list", self.only_train_params_name_list
+        return None
 
     @property
     def model_parallel_size(self) -> int:

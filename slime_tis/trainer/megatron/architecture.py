@@ -236,6 +236,9 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         **same_options,  # precision, layout, recomputation
+        # Else a checkpoint joins the same weight of all layers in one tensor, and the optimizer's
+        # part of it must have all layers, trained or not.
+        hetereogenous_dist_checkpoint=config.selected_weights is not None,  # their spelling
         # Sums over tokens or sequences are divided once, by their number in the global batch.
         calculate_per_token_loss=True,
         variable_seq_lengths=parallel.pipeline_size > 1,

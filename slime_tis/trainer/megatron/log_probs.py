@@ -292,7 +292,7 @@ def fused_linear_log_probs(
     weight_OI: Tensor,
     target_L: Tensor,
     distribution: TokenDistribution,
-    weight_grad_OI: Tensor,
+    weight_grad_OI: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Log-prob of every target, and the entropy, of softmax(hidden · weightᵀ / temperature).
 
@@ -313,7 +313,7 @@ def fused_linear_log_probs(
         distribution: temperature, sampling sets and split of the vocabulary.
         weight_grad_OI: float32; the backward pass adds the weight's gradient to this tensor,
             megatron-core's `main_grad`. Returned to autograd, it would be another tensor of that
-            size.
+            size. None for a frozen weight.
 
     Returns:
         (log_prob_L, entropy_L), at least float32, differentiable, and Σ_v π_v² if the distribution
@@ -412,7 +412,7 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         weight_OI: Tensor,
         target_L: Tensor,
         plan: _Plan,
-        weight_grad_OI: Tensor,
+        weight_grad_OI: Tensor | None,
     ) -> tuple[Tensor, ...]:
         chunks = plan.chunks(hidden_LI, weight_OI, target_L)
         chunk_sums = []
@@ -470,7 +470,8 @@ class _FusedLinearLogProbs(torch.autograd.Function):
                 column_R = chunk.column_R - block.start
                 grad_RV = gradient.overwrite_(z_RV, column_R, chunk.rows).to(weight_OI.dtype)
                 _add_product_(grad_inputs_LI[chunk.rows], grad_RV, weight_OI[block])
-                _add_product_(ctx.weight_grad_OI[block], grad_RV.t(), chunk.hidden_RI)
+                if ctx.weight_grad_OI is not None:
+                    _add_product_(ctx.weight_grad_OI[block], grad_RV.t(), chunk.hidden_RI)
                 del z_RV, grad_RV  # frees the memory of a tile before the next one is computed
         grad_hidden_LI = grad_inputs_LI
         if len(rows) < len(hidden_LI):

@@ -33,6 +33,7 @@ from slime_tis.trainer.megatron.architecture import (
     padded_vocab_size,
 )
 from slime_tis.trainer.megatron.batch import TrainingBatch
+from slime_tis.trainer.megatron.frozen_weights import begin_graph, freeze_weights
 from slime_tis.trainer.megatron.hf_weights import (
     copied_weights,
     load_hf_weights,
@@ -129,6 +130,7 @@ class TrainingEngine:
         self.timer = timer
         self.check_interrupts = check_interrupts
         self.model = build_model(config.hf_checkpoint, config, parallel)
+        freeze_weights(self.model, config, parallel)
         self.routing = RoutingReplay(
             self.model.module,
             moe_sizes(self.model.hf_config),
@@ -148,9 +150,10 @@ class TrainingEngine:
         logits = self.model.hf_config.vocab_size if gives_logits else 0
         self._token_bytes = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
         if parallel.is_first_stage:
-            self.model.module.embedding.register_forward_hook(
-                partial(trim_before_gradient, self._token_bytes)
-            )
+            embedding = self.model.module.embedding
+            embedding.register_forward_hook(partial(trim_before_gradient, self._token_bytes))
+            if config.recompute_granularity == "full":
+                embedding.register_forward_hook(begin_graph)
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.device)
         """NaN if a loss was not finite, else 0; added to the gradient."""
@@ -360,6 +363,11 @@ class TrainingEngine:
         if tokens is not None and current is not None and current.reason is not None:
             self.token_budget = TokenBudget(tokens=tokens, reason="as before this run was resumed")
 
+    def parameter_counts(self) -> tuple[int, int]:
+        """Returns how many parameters of this rank are trained, and how many it has."""
+        trained = sum(weight.numel() for weight in self._trained_weights())
+        return trained, sum(weight.numel() for weight in self.model.module.parameters())
+
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields complete weights under Hugging Face names; a collective (see hf_weights)."""
         return named_hf_tensors(self.model, self.parallel)
@@ -380,6 +388,10 @@ class TrainingEngine:
             reference = copied_weights(self.model.module)
         return reference
 
+    def _trained_weights(self) -> list[Tensor]:
+        """Returns this rank's weights that have a gradient: at least one (see frozen_weights)."""
+        return [weight for weight in self.model.module.parameters() if weight.requires_grad]
+
     def _token_budget(self) -> TokenBudget | None:
         config = self.config
         parallel = self.parallel
@@ -388,7 +400,7 @@ class TrainingEngine:
             return TokenBudget(tokens=config.max_tokens_per_gpu)
         if config.micro_batch_size is not None:
             return None
-        weights = list(self.model.module.parameters())
+        weights = self._trained_weights()
         # Two float32 moments per value, which Adam allocates in its first step.
         moments = 8 * sum(weight.numel() for weight in weights)
         # Autograd's gradient of one weight exists until it is added to main_grad.
@@ -503,7 +515,8 @@ class TrainingEngine:
 
     def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
         weight_OI = self.model.module.output_weight()
-        main_grad_OI: Tensor = weight_OI.main_grad  # type: ignore[attr-defined]  # megatron-core's
+        # a frozen weight has no gradient
+        main_grad_OI: Tensor | None = getattr(weight_OI, "main_grad", None)
         return fused_linear_log_probs(
             hidden_LI, weight_OI, micro.target_L, self._distribution(micro), main_grad_OI
         )
@@ -563,8 +576,9 @@ class TrainingEngine:
         """
         # A loss that is not finite makes one value of the gradient NaN. All ranks then see it in
         # the gradient's norm, without another collective.
-        first_weight = next(self.model.module.parameters())
-        first_weight.main_grad.view(-1)[:1].add_(self.poison)
+        first_weight = self._trained_weights()[0]
+        main_grad: Tensor = first_weight.main_grad  # type: ignore[attr-defined]  # megatron-core's
+        main_grad.view(-1)[:1].add_(self.poison)
         finalize_model_grads(model, num_tokens, **kwargs)
         self.loss_denominator = num_tokens
 

@@ -59,6 +59,8 @@ FIXED_OPTIONS = {
     "fp16": "the optimizer's state has another form",
     "use_distributed_optimizer": "the optimizer's state has another form",
     "expert_model_parallel_size": "the optimizer's state of the experts has another form",
+    "freeze_params_name_list": "the optimizer's state is of other weights",
+    "only_train_params_name_list": "the optimizer's state is of other weights",
     "ref_update_interval": "the reference policy is part of the checkpoint",
     "rollout_shuffle": "prompts of the current epoch would be repeated or skipped",
 }
