@@ -31,11 +31,11 @@ import numpy as np
 import psutil
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.servers.api import GenerateRequest, expert_layout
 from slime_tis.trainer.engines.servers.health import Timeouts
 from slime_tis.trainer.engines.servers.server_engine import return_memory
-from slime_tis.trainer.engines.servers.server_group import expert_layout
-from slime_tis.trainer.engines.sglang import schema
 from slime_tis.trainer.engines.sglang.expert_text import ExpertText
+from slime_tis.trainer.engines.sglang.sglang_answers import parse_generation
 from slime_tis.trainer.megatron.batch import make_batch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
@@ -196,7 +196,7 @@ def report(
     line("client", seconds, tokens)
     line("wall", wall, tokens)
     layout = expert_layout(checkpoint)
-    request = schema.GenerateRequest(
+    request = GenerateRequest(
         input_ids=prompts[0].token_ids,
         sampling=sampling,
         max_new_tokens=options.tokens[1],
@@ -210,7 +210,7 @@ def report(
             text = ExpertText(layout)
             body = text.cut(body) + text.end()
             experts = text.experts
-        generation, _ = schema.parse_generation(body, request, experts=experts)
+        generation, _ = parse_generation(body, request, experts=experts)
         return len(generation.token_ids)
 
     parsing, lengths = timed(lambda: [*map(parse, bodies)])

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.servers.client import ROUTING_KEY
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
+from slime_tis.trainer.engines.sglang.sglang_api import ROUTING_KEY
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, wait_until
 from tests.rollout.sglang.rollouts import PROMPTS, SAMPLING, Run, assert_exact
 from tests.rollout.sglang.test_functions import RUN, assert_two_turns, two_turns

@@ -37,7 +37,7 @@ VARIABLE = "-env"
 """Ending of such a flag if its value names an environment variable."""
 
 WEIGHT_TRANSPORTS = {
-    "distributed": "slime_tis.trainer.engines.sglang.distributed:DistributedSync",
+    "distributed": "slime_tis.trainer.engines.servers.weights.distributed:DistributedSync",
     "disk": "slime_tis.trainer.engines.servers.weights.disk:DiskSync",
 }
 """Classes by value of --sglang-weight-sync; they implement `weights.protocol.WeightSync`."""

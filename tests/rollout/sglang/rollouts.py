@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -9,15 +10,19 @@ from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost
+from slime_tis.trainer.engines.servers.api import ServedModel
 from slime_tis.trainer.engines.servers.client import Server, make_client
 from slime_tis.trainer.engines.servers.health import Timeouts
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from slime_tis.trainer.engines.servers.server_group import ServerSettings
+from slime_tis.trainer.engines.sglang.sglang_api import SGLangApi, control
 from tests.rollout.sglang.fake_sglang import STOP, continuation, log_prob
 from tests.samples import flat
 
 QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
 LIMIT = 20
+MODEL = ServedModel(directory=Path("m"), config={}, vocab_size=None, context_len=None)
+API = SGLangApi(model=MODEL)
 SAMPLING = Sampling(max_response_len=LIMIT, n_samples=3)
 
 
@@ -34,10 +39,11 @@ def with_clients(servers, work, *keys, **options):
     """Runs a coroutine with a client of each server."""
 
     async def run():
-        client = make_client(*keys)
+        client = make_client(API.user_endpoints, *keys)
         async with client.session:
             clients = [
-                Server(server.url, client, **{"timeout": 10.0, **options}) for server in servers
+                Server(server.url, client, API, **{"timeout": 10.0, **options})
+                for server in servers
             ]
             try:
                 return await work(clients)
@@ -72,10 +78,11 @@ class ByHand:
         assert [name for name, _ in source()] == ["model.norm.weight"]
         for server in servers:
             try:
-                await server.post("/pause_generation", {"mode": "retract"})
+                await server.call(control("/pause_generation", {"mode": "retract"}))
                 self.between()
-                await server.post("/update_weights_from_disk", {"weight_version": str(version)})
-                await server.post("/continue_generation", {})
+                body = {"weight_version": str(version)}
+                await server.call(control("/update_weights_from_disk", body))
+                await server.call(control("/continue_generation"))
             except Exception as error:
                 failed[server] = str(error)
         return failed

@@ -3,11 +3,8 @@
 import json
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.sglang.schema import (
-    GenerateRequest,
-    max_answer_bytes,
-    parse_generation,
-)
+from slime_tis.trainer.engines.servers.api import GenerateRequest, max_answer_bytes
+from slime_tis.trainer.engines.sglang.sglang_answers import parse_generation
 from tests.rollout.sglang.fake_sglang import recorded
 
 MASKED = Sampling(top_k=10, max_response_len=8, n_samples=1, return_sampling_mask=True)

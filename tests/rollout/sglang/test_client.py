@@ -10,14 +10,10 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.client import (
-    Keys,
-    RequestRefused,
-    Server,
-    ServerError,
-    make_client,
-)
-from slime_tis.trainer.engines.sglang.schema import GenerateRequest
+from slime_tis.trainer.engines.servers.api import GenerateRequest
+from slime_tis.trainer.engines.servers.client import Keys, Server, make_client
+from slime_tis.trainer.engines.servers.errors import RequestRefused, ServerError
+from slime_tis.trainer.engines.sglang.sglang_api import control
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
 from tests.rollout.sglang.rollouts import with_clients
 
@@ -62,14 +58,14 @@ def test_an_unhealthy_server_is_reported(fake: FakeSGLang) -> None:
     fake.healthy = False
     error = ask(fake, lambda server: server.health_error())
     assert error is not None
-    assert f"{fake.url}/health answered HTTP 503" in error
+    assert f"{fake.url}/health answered HTTP 503" in str(error)
 
 
 def test_a_dead_server_is_reported(fake: FakeSGLang) -> None:
     fake.die()
     error = ask(fake, lambda server: server.health_error())
     assert error is not None
-    assert f"{fake.url}/health failed: " in error
+    assert f"{fake.url}/health failed: " in str(error)
 
 
 def test_a_request_to_a_dead_server_fails(fake: FakeSGLang) -> None:
@@ -137,7 +133,7 @@ def test_refusals_quote_the_servers_message(
 ) -> None:
     fake.replies["/speak"] = [(status, answer)]
     with pytest.raises(RequestRefused, match=message) as caught:
-        ask(fake, lambda server: server.post("/speak", {}))
+        ask(fake, lambda server: server.call(control("/speak")))
     assert caught.value.status == status
     assert len(str(caught.value)) < 600
     assert "\n" not in str(caught.value)
@@ -163,11 +159,11 @@ def key_run(fake: FakeSGLang, caplog: pytest.LogCaptureFixture) -> KeyRun:
     async def use(server: Server) -> None:
         session = server.client.session
         run.representation = f"{server!r} {server.client!r} {session.headers!r} {vars(server)!r}"
-        await server.info()
+        await server.api.info(server)
         fake.faults.extend([503, "drop", 400])
         fake.replies["/speak"] = [(400, {"message": f"you sent Authorization: Bearer {KEY}"})]
         calls: list[Awaitable[object]] = [generate(server) for _ in range(3)]
-        calls.append(server.post("/speak", {}))
+        calls.append(server.call(control("/speak")))
         for call in calls:
             try:
                 await call
@@ -211,10 +207,10 @@ def two_keys(fake: FakeSGLang) -> list[dict[str, str]]:
     """Headers of two requests of a user, then of three that change the server."""
 
     async def use(server: Server) -> None:
-        await server.info()
+        await server.api.info(server)
         await generate(server, max_new_tokens=2)
-        await server.post("/pause_generation", {"mode": "retract"})
-        await server.post("/update_weights_from_disk", {"weight_version": "1"})
+        await server.call(control("/pause_generation", {"mode": "retract"}))
+        await server.call(control("/update_weights_from_disk", {"weight_version": "1"}))
         await server.abort("r1")
 
     ask(fake, use, "user-key", "admin-key")
@@ -238,7 +234,7 @@ def test_requests_accept_no_compression(two_keys: list[dict[str, str]]) -> None:
 )
 def test_a_key_that_cannot_be_sent_is_refused_unseen(key: str) -> None:
     with pytest.raises(ValueError, match="--sglang-api-key-env") as caught:
-        make_client(key)
+        make_client((), key)
     assert key not in str(caught.value)
 
 

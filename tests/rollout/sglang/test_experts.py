@@ -22,15 +22,15 @@ from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.function_requests import Generation, RequestOptions
 from slime_tis.trainer.engines.local.routing import has_usable_experts
 from slime_tis.trainer.engines.servers import responses as sampling_module
-from slime_tis.trainer.engines.servers.responses import PendingSample
-from slime_tis.trainer.engines.sglang import expert_text
-from slime_tis.trainer.engines.sglang.expert_text import ExpertText
-from slime_tis.trainer.engines.sglang.schema import (
+from slime_tis.trainer.engines.servers.api import (
     ExpertLayout,
     GenerateRequest,
     max_answer_bytes,
-    parse_generation,
 )
+from slime_tis.trainer.engines.servers.responses import PendingSample
+from slime_tis.trainer.engines.sglang import expert_text
+from slime_tis.trainer.engines.sglang.expert_text import ExpertText
+from slime_tis.trainer.engines.sglang.sglang_answers import parse_generation
 from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.rollout.sglang.fake_sglang import (
     EXPERTS,

@@ -106,8 +106,10 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start):
 
 @pytest.mark.parametrize(("length", "room"), [(4, 12), (9, 7), (10, 6), (11, 0)])
 def test_room_ends_at_the_longest_input(length, room):
-    limits = Limits(context_len=None, vocab_size=None, max_input_len=10, mask_tokens=None)
-    assert limits.after(length, Sampling(max_response_len=100)) == room  # SGLang reserves 6 tokens
+    limits = Limits(
+        context_len=None, vocab_size=None, max_input_len=10, max_total_len=16, mask_tokens=None
+    )
+    assert limits.after(length, Sampling(max_response_len=100)) == room
 
 
 def deterministic(servers: list[FakeSGLang]) -> None:

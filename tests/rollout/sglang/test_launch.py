@@ -21,12 +21,14 @@ import psutil
 import pytest
 
 from slime_tis.trainer.configs.sglang import SGLangConfig
-from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.servers import launch
+from slime_tis.trainer.engines.servers.api import served_model
 from slime_tis.trainer.engines.servers.launch import LaunchedServers, free_ports, server_command
-from slime_tis.trainer.engines.servers.server_group import ServerSettings
+from slime_tis.trainer.engines.sglang.sglang_api import SGLangApi
+from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import wait_until
+from tests.rollout.sglang.rollouts import MODEL
 from tests.runs import fork_server
 
 SECRET = "k'ey\\with-quotes"
@@ -99,7 +101,7 @@ def launched_servers(log_dir: Path, *flags: str, count: int = 1, **options: Any)
     port = 21000 + os.getpid() % 4000 * 2
     settings = {"sglang_startup_timeout": 30.0, "sglang_base_port": port, **options}
     config = SGLangConfig(sglang_launch=count, sglang_server_args=flags or None, **settings)
-    return LaunchedServers(config, "the/model", log_dir)
+    return LaunchedServers(config, SGLangApi(model=MODEL), log_dir)
 
 
 @pytest.fixture
@@ -187,7 +189,7 @@ def test_a_server_gets_the_model_and_its_address(running, index):
     port = running.launched.urls[index].rsplit(":")[-1]
     assert running.facts[index]["argv"][1:7] == [
         "--model-path",
-        "the/model",
+        "m",
         "--host",
         "127.0.0.1",
         "--port",
@@ -371,7 +373,7 @@ def test_a_server_that_ignores_sigterm_is_killed(servers, monkeypatch):
 def start_and_wait(packages: Path, log_dir: Path, url: Connection) -> None:
     os.environ["PYTHONPATH"] = str(packages)
     config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
-    launched = LaunchedServers(config, "m", log_dir)
+    launched = LaunchedServers(config, SGLangApi(model=MODEL), log_dir)
     launched.start()
     url.send(launched.urls[0])
     signal.pause()
@@ -501,18 +503,16 @@ def test_servers_share_the_gpus(flags, gpus):
     parser.add_argument("--base-gpu-id")
     first_gpus = []
     for index in range(3):
-        command = server_command(config, "m", index, 1, Path("log"))
+        command = server_command(config, SGLangApi(model=MODEL), index, 1, Path("log"))
         options, _ = parser.parse_known_args(command)
         first_gpus.append(options.base_gpu_id)
     assert first_gpus == gpus
 
 
-@pytest.mark.parametrize(
-    ("records_experts", "flags"),
-    [(True, ("--enable-return-routed-experts",)), (False, None)],
-    ids=["replayed", "not replayed"],
-)
-def test_servers_record_experts_if_they_are_replayed(records_experts, flags):
-    sampling = Sampling(max_response_len=1, return_routed_experts=records_experts)
-    settings = ServerSettings(config=SGLangConfig(sglang_launch=1), sampling=sampling)
-    assert settings.launch_config.sglang_server_args == flags
+@pytest.mark.parametrize("records_experts", [True, False], ids=["replayed", "not replayed"])
+def test_servers_record_experts_if_they_are_replayed(records_experts, tmp_path):
+    family = "qwen3_moe" if records_experts else "qwen3"
+    checkpoint = make_checkpoint(tmp_path / "model", family)
+    api = SGLangApi(model=served_model(checkpoint, records_experts=records_experts))
+    flags = api.flags(SGLangConfig(sglang_launch=1), index=0, port=1)
+    assert ("--enable-return-routed-experts" in flags) == records_experts

@@ -11,12 +11,9 @@ import torch
 
 from slime_tis.trainer.data.sample import Sample, Sampling, SamplingMask
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.sglang.schema import (
-    GenerateRequest,
-    InvalidAnswer,
-    max_answer_bytes,
-    parse_generation,
-)
+from slime_tis.trainer.engines.servers.api import GenerateRequest, max_answer_bytes
+from slime_tis.trainer.engines.servers.errors import InvalidAnswer
+from slime_tis.trainer.engines.sglang.sglang_answers import parse_generation
 from tests.rollout.sglang.fake_sglang import FakeSGLang, log_prob, recorded, sampled_from
 from tests.rollout.sglang.rollouts import LATE, PROMPTS
 from tests.samples import flat, make_sample
@@ -70,7 +67,7 @@ LOG_PROBS = "output_token_sampling_logprobs"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({SETS: None}, "no output_token_sampling_mask", id="no masks"),
+        pytest.param({SETS: None}, "no sampling masks", id="no masks"),
         pytest.param({SETS: [[59]] * 7}, "7 sampling masks, 8", id="too few masks"),
         pytest.param({SETS: [[58]] * 8}, "0 lacks the token 59", id="without the sampled token"),
         pytest.param({SETS: [[59, 3, 3]] * 8}, "0 has a token twice", id="a token twice"),

@@ -10,18 +10,17 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.sglang.schema import (
-    GenerateRequest,
-    InvalidAnswer,
+from slime_tis.trainer.engines.servers.answers import parse, version_number
+from slime_tis.trainer.engines.servers.api import GenerateRequest
+from slime_tis.trainer.engines.servers.errors import InvalidAnswer
+from slime_tis.trainer.engines.sglang.sglang_answers import (
     ModelInfo,
-    ServerInfo,
-    parse,
+    ServerDescription,
     parse_checksums,
     parse_generation,
     parse_scores,
-    score_body,
-    version_number,
 )
+from slime_tis.trainer.engines.sglang.sglang_api import generate_body, score_body
 from tests.rollout.sglang.fake_sglang import recorded
 
 
@@ -47,15 +46,15 @@ def scores(answer: Any, token_ids: list[int]) -> list[float]:
     return parse_scores(json.dumps(answer).encode(), token_ids)
 
 
-def info_of(answer: Any) -> ServerInfo:
-    return parse(ServerInfo, json.dumps(answer).encode())
+def info_of(answer: Any) -> ServerDescription:
+    return parse(ServerDescription, json.dumps(answer).encode())
 
 
 def test_a_request_names_all_that_shapes_the_distribution() -> None:
     sampling = Sampling(
         temperature=0.7, top_p=0.9, top_k=5, max_response_len=100, stop_token_ids=(7, 9)
     )
-    assert request(60, sampling).body() == {
+    assert generate_body(request(60, sampling)) == {
         "rid": "r1",
         "input_ids": [1, 5],
         "sampling_params": {
@@ -268,8 +267,10 @@ def test_the_recorded_layout_of_a_server() -> None:
 
 
 def test_a_server_may_leave_out_its_layout() -> None:
-    assert info_of({}) == ServerInfo()
-    assert info_of({"tp_size": 4, "dp_size": 2}) == ServerInfo(tp_size=4, pp_size=1, dp_size=2)
+    assert info_of({}) == ServerDescription()
+    assert info_of({"tp_size": 4, "dp_size": 2}) == ServerDescription(
+        tp_size=4, pp_size=1, dp_size=2
+    )
 
 
 def test_a_server_names_deterministic_inference() -> None:

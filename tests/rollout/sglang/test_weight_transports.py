@@ -19,10 +19,12 @@ from safetensors import safe_open
 
 from slime_tis.trainer.configs.sglang import WEIGHT_TRANSPORTS, SGLangConfig
 from slime_tis.trainer.engines.rollout_engine import EngineHost
-from slime_tis.trainer.engines.servers.client import ServerError
+from slime_tis.trainer.engines.servers.errors import ServerError
+from slime_tis.trainer.engines.servers.update_group import TorchGroup
 from slime_tis.trainer.engines.servers.weights import protocol
 from slime_tis.trainer.engines.servers.weights.disk import DiskSync
-from slime_tis.trainer.engines.sglang.distributed import DistributedSync, UpdateGroup
+from slime_tis.trainer.engines.servers.weights.distributed import DistributedSync
+from slime_tis.trainer.engines.sglang import sglang_api
 from tests.rollout.sglang.fake_sglang import REFUSED, fake_servers
 from tests.rollout.sglang.rollouts import with_clients
 from tests.runs import fork_server
@@ -299,7 +301,7 @@ def test_a_refused_flush_is_repeated(servers, status):
 
 @flush_refusals
 def test_a_server_that_never_flushes_is_released(servers, status, monkeypatch):
-    monkeypatch.setattr(protocol, "CONTROL_TIMEOUT", 0.3)
+    monkeypatch.setattr(sglang_api, "CONTROL_TIMEOUT", 0.3)
     servers[0].replies["/flush_cache"] = [(status, REFUSED[1])] * 1000
     assert list(push(distributed(), servers)) == [servers[0].url]
     assert servers[0].called[-2:] == RELEASED
@@ -391,7 +393,9 @@ def test_the_default_group_stays(servers):
 )
 def test_close_ends_a_waiting_join(address):
     async def work():
-        group = UpdateGroup(address, server_ranks=1, device=torch.device("cpu"), timeout=60.0)
+        group = TorchGroup(
+            address, name="group", num_ranks=1, device=torch.device("cpu"), timeout=60.0
+        )
         before = group._store.num_keys()
         joining = protocol.in_thread(group.join)
         while group._store.num_keys() <= before:  # until rank 0 waits for the server's rank

@@ -8,8 +8,9 @@ import torch
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.rollout_engine import SentRows
-from slime_tis.trainer.engines.servers.server_group import server_precision
 from slime_tis.trainer.engines.servers.weights.checksums import is_stale, server_name
+from slime_tis.trainer.engines.sglang.sglang_answers import ServerDescription
+from slime_tis.trainer.engines.sglang.sglang_api import server_precision
 from tests.rollout.sglang.fake_sglang import REFUSED, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, assert_exact, held, versions_of
 from tests.samples import flat
@@ -228,7 +229,7 @@ DTYPES = [
 
 @pytest.mark.parametrize(("dtype", "model", "precision"), DTYPES)
 def test_precisions_of_dtypes(dtype, model, precision):
-    assert server_precision(dtype, model) == precision
+    assert server_precision(ServerDescription(dtype=dtype), model) == precision
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """HTTP requests to untrusted servers.
 
 Answers are bounded in size and never decompressed; messages never contain keys or parts of keys.
-Requests are retried after a ServerError. The package raises `RolloutUnavailable`,
-after which the run saves a checkpoint and ends, and ValueError for invalid options.
+Requests are retried after a ServerError. The package raises `RolloutUnavailable`, after which the
+run saves a checkpoint and ends, and ValueError for invalid options.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -22,16 +20,16 @@ import aiohttp
 
 from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.configs.sglang import normalized_url
-from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.sglang import schema
-from slime_tis.trainer.engines.sglang.expert_text import ExpertText
-from slime_tis.trainer.engines.sglang.schema import (
-    AnswerT,
-    ExpertLayout,
-    GenerateRequest,
+from slime_tis.trainer.engines.servers.api import BodyFilter, Call, GenerateRequest, ServerApi
+from slime_tis.trainer.engines.servers.errors import (
     InvalidAnswer,
+    MalformedAnswer,
+    ReportedFailure,
+    RequestError,
+    RequestRefused,
+    ServerError,
 )
 
 Result = TypeVar("Result")
@@ -41,8 +39,6 @@ CONNECT_TIMEOUT = 10.0
 KEEPALIVE = 2.0
 """Seconds after which idle connections are closed. Servers close them after 5, and a request sent
 meanwhile is lost."""
-HEALTH_TIMEOUT = 25.0
-"""Longest wait for /health, in seconds: it samples a token and ends after 20."""
 ABORT_TIMEOUT = 20.0
 """Longest wait for the answer to an aborted request, in seconds; the server finishes its batch
 first."""
@@ -51,11 +47,6 @@ ABORT_INTERVAL = 0.5
 not read yet."""
 ABORT_REQUEST_TIMEOUT = 5.0
 """Longest wait for the answer to an abort, in seconds."""
-CONTROL_BYTES = 4 << 20
-"""Maximum answer of endpoints other than /generate, in bytes; /server_info, the largest, has about
-100 kB."""
-CHECKSUM_BYTES = 64 << 20
-"""Maximum answer of /weights_checker, in bytes: about 100 per tensor and rank."""
 ERROR_BYTES = 64 << 10
 """Bytes that are read of an error; later bytes are dropped."""
 READ_BUFFER = 1 << 20
@@ -63,11 +54,6 @@ READ_BUFFER = 1 << 20
 connections too often."""
 RETRIED_STATUS = (408, 425, 429)
 """HTTP 4xx that ask for another attempt: timeout, too early, too many requests."""
-ROUTING_KEY = "X-SMG-Routing-Key"
-"""Header by which SGLang's gateway chooses the server, with the policies consistent_hashing and
-manual."""
-USER_ENDPOINTS = ("/generate", "/health", "/model_info", "/server_info", "/workers")
-"""Endpoints that take SGLang's API key; all others take the admin key if the server has one."""
 MAX_QUOTE = 400
 """Maximum characters of a server's text in a message."""
 MAX_SEARCHED = 8192
@@ -77,44 +63,14 @@ MIN_ECHO = 8
 REDACTED = "***"
 
 
-class RequestError(Exception):
-    """A request to a server failed; the message names the server and the reason."""
-
-
-class ServerError(RequestError):
-    """A server failed; another server may succeed."""
-
-
-class MalformedAnswer(ServerError):
-    """A server's answer is unusable."""
-
-
-class UnexpectedWeights(ServerError):
-    """A server answered with other weights than it was given."""
-
-
-class RequestRefused(RequestError, ValueError):
-    """A server refuses a request with HTTP 4xx or `success: false` (status 200).
-
-    Every server would refuse it, except for a wrong key or address.
-    """
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 @dataclass(eq=False, repr=False)
 class Server:
-    """One SGLang server or a router; requests raise ServerError or RequestRefused."""
+    """One server or a router; requests raise ServerError or RequestRefused."""
 
     url: str
     client: Client
+    api: ServerApi
     timeout: float
-    vocab_size: int | None = None
-    """Number of token ids of the model; None skips the check of answers."""
-    expert_layout: ExpertLayout | None = None
-    """Layout of routed experts in answers; None if they are not recorded."""
     workers: Sequence[Server] = ()
     """Servers behind a router at this address; requests are aborted there."""
     malformed_answers: int = 0
@@ -128,33 +84,24 @@ class Server:
         """The server's text on one line, cut and without keys."""
         return one_line(self.client.keys.redacted(text[:MAX_SEARCHED]), MAX_QUOTE)
 
-    async def health_error(self) -> str | None:
+    async def health_error(self) -> RequestError | None:
         """Why the server cannot sample a token (it may be paused), or None; takes over a second."""
         try:
-            await self._request("GET", "/health", timeout=HEALTH_TIMEOUT, parse=bytes)
+            await self.api.check_health(self)
         except RequestError as error:
-            return str(error)
+            return error
         return None
-
-    async def info(self) -> schema.ServerInfo:
-        """Returns the server's description."""
-        return await self._get("/server_info", schema.ServerInfo)
-
-    async def weight_version(self) -> str | None:
-        """The name of the server's weights; "default" for the initial weights."""
-        return (await self._get("/model_info", schema.ModelInfo)).weight_version
 
     async def worker_urls(self) -> tuple[str, ...]:
         """Returns the URLs of a router's servers; raises ValueError if they are unknown."""
         try:
-            answer = await self._get("/workers", schema.ControlAnswer)
+            workers = await self.call(self.api.workers())
         except RequestError as error:
             raise _unknown_workers(str(error)) from None
         urls: list[str] = []
-        for worker in answer.workers or ():
-            # Routers append @RANK to the URL of a data-parallel rank.
+        for worker in workers:
             try:
-                url = normalized_url(re.sub(r"@\d+$", "", worker.url))
+                url = normalized_url(worker)
             except ValueError:
                 raise _unknown_workers(f"{self.url} lists an invalid URL.") from None
             if url not in urls:
@@ -169,28 +116,7 @@ class Server:
         After the timeout, or if cancelled, the request is aborted. An aborted request still returns
         the tokens that it has.
         """
-        headers = {}
-        if request.session:
-            headers[ROUTING_KEY] = request.session
-        experts = None
-        if self.expert_layout is not None and request.first_experts is not None:
-            experts = ExpertText(self.expert_layout)
-        call = self._request(
-            "POST",
-            "/generate",
-            request.body(),
-            timeout=None,
-            parse=partial(
-                schema.parse_generation,
-                request=request,
-                vocab_size=self.vocab_size,
-                experts=None if experts is None else experts.experts,
-            ),
-            max_bytes=request.max_bytes(self.expert_layout),
-            headers=headers,
-            experts=experts,
-        )
-        task = asyncio.create_task(call)
+        task = asyncio.create_task(self._send(self.api.generate(request), timeout=None))
         try:
             await asyncio.wait({task}, timeout=self.timeout)
             with suppress(TimeoutError):
@@ -209,104 +135,44 @@ class Server:
                 )
             await cancel_and_wait([task])
 
-    async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs at temperature 1 of all tokens but the first."""
-        return await self._request(
-            "POST",
-            "/generate",
-            schema.score_body(token_ids),
-            timeout=self.timeout,
-            parse=partial(schema.parse_scores, token_ids=token_ids),
-            max_bytes=schema.max_answer_bytes(len(token_ids)),
-        )
-
-    async def top_log_probs(
-        self, token_ids: Sequence[int], sampling: Sampling, count: int
-    ) -> dict[int, float]:
-        """The likeliest next tokens and their log-probs at the temperature of `sampling`."""
-        return await self._request(
-            "POST",
-            "/generate",
-            schema.top_body(token_ids, sampling, count),
-            timeout=self.timeout,
-            parse=partial(schema.parse_top, vocab_size=self.vocab_size),
-            max_bytes=schema.max_answer_bytes(count),
-        )
-
-    async def weight_checksums(self) -> Mapping[str, list[str]]:
-        """Checksums of tensors by name, one per rank that has the tensor."""
-        body = {"action": "checksum", "selector": "target"}
-        return await self._request(
-            "POST",
-            "/weights_checker",
-            body,
-            timeout=self.timeout,
-            parse=schema.parse_checksums,
-            max_bytes=CHECKSUM_BYTES,
-        )
-
     async def abort(self, request_id: str) -> None:
         """Aborts a request, which then returns its partial response; ignores failures."""
         for server in self.workers or (self,):
             with suppress(RequestError):
-                await server.post(
-                    "/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT
-                )
+                await server.call(self.api.abort(request_id), timeout=ABORT_REQUEST_TIMEOUT)
 
-    async def post(
-        self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None
-    ) -> None:
-        """Posts a JSON body to an endpoint such as `/flush_cache`.
-
-        SGLang reports some failures with HTTP 200 and `success: false`: that is a refusal, too.
-        """
-        answer = await self._request(
-            "POST", endpoint, body, timeout=timeout or self.timeout, parse=bytes
-        )
-        with suppress(InvalidAnswer):  # some endpoints return text
-            if schema.parse(schema.ControlAnswer, answer).success is False:
-                message = self.quoted(_error_message(answer)).rstrip(".")
-                raise RequestRefused(f"{self.url}{endpoint} failed: {message}.", 200)
+    async def call(self, call: Call[Result], *, timeout: float | None = None) -> Result:
+        """Sends a request and returns its parsed answer; `timeout` replaces the server's."""
+        return await self._send(call, timeout=timeout or self.timeout)
 
     async def close(self) -> None:
         """Waits for aborts in flight."""
         await self._aborts.wait()
 
-    async def _request(
-        self,
-        method: str,
-        endpoint: str,
-        body: Mapping[str, object] | None = None,
-        *,
-        timeout: float | None,
-        parse: Callable[[bytes], Result],
-        max_bytes: int = CONTROL_BYTES,
-        headers: Mapping[str, str] | None = None,
-        experts: ExpertText | None = None,
-    ) -> Result:
-        """Returns the parsed body of a good answer of at most `max_bytes`; counts unusable answers.
-
-        `experts` cuts the routed experts out of the body before it is parsed.
-        """
-        url = self.url + endpoint
+    async def _send(self, call: Call[Result], *, timeout: float | None) -> Result:
+        """Returns the parsed body of a good answer; counts unusable answers."""
+        url = self.url + call.endpoint
         scope = asyncio.timeout(timeout)
         request = self.client.session.request(
-            method,
+            "GET" if call.body is None else "POST",
             url,
-            json=body,
-            headers={**self.client.keys.header(endpoint), **(headers or {})},
+            json=call.body,
+            headers={**self.client.keys.header(call.endpoint), **call.headers},
             allow_redirects=False,
         )
         try:
             async with scope, request as response:
-                content = await _read(response, max_bytes, experts)
+                content = await _read(response, call.max_bytes, call.body_filter)
             if _is_success(response):
-                return parse(content)
+                return call.parse(content)
         except InvalidAnswer as error:
             self.malformed_answers += 1
             raise MalformedAnswer(
                 self.quoted(f"{url} gave an answer that cannot be used: {error}.")
             ) from None
+        except ReportedFailure as error:
+            message = self.quoted(_error_message(str(error).encode())).rstrip(".")
+            raise RequestRefused(f"{url} failed: {message}.", 200) from None
         except (aiohttp.ClientError, OSError) as error:  # no cause: its request contains the key
             if scope.expired():
                 raise ServerError(f"{url} did not answer within {timeout:g} s.") from None
@@ -325,16 +191,18 @@ class Server:
             raise RequestRefused(f"{message}.", status)
         raise ServerError(f"{message}.")
 
-    async def _get(self, endpoint: str, answer: type[AnswerT]) -> AnswerT:
-        return await self._request(
-            "GET", endpoint, timeout=self.timeout, parse=partial(schema.parse, answer)
-        )
-
 
 class Keys:
     """Names the key of each endpoint, and removes keys from texts; keys appear nowhere else."""
 
-    def __init__(self, api_key: str | None = None, admin_api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        *,
+        user_endpoints: tuple[str, ...] = (),
+    ) -> None:
+        self._user_endpoints = user_endpoints
         self._api_key = api_key
         self._admin_api_key = admin_api_key
         self._short: list[str] = []
@@ -357,7 +225,7 @@ class Keys:
     def header(self, endpoint: str) -> dict[str, str]:
         """The header that signs a request; empty without a key."""
         key = self._api_key
-        if not endpoint.endswith(USER_ENDPOINTS):
+        if not endpoint.endswith(self._user_endpoints):
             key = self._admin_api_key or key
         if key is None:
             return {}
@@ -390,10 +258,13 @@ class Client(NamedTuple):
     keys: Keys
 
 
-def make_client(api_key: str | None = None, admin_api_key: str | None = None) -> Client:
+def make_client(
+    user_endpoints: tuple[str, ...], api_key: str | None = None, admin_api_key: str | None = None
+) -> Client:
     """Returns a client; call it inside a loop.
 
-    Weights, pauses and aborts take the admin key, or the API key if there is no admin key.
+    Endpoints other than `user_endpoints`, such as those of weights, pauses and aborts, take the
+    admin key, or the API key if there is no admin key.
     """
     keys = {"--sglang-api-key-env": api_key, "--sglang-admin-api-key-env": admin_api_key}
     for flag, key in keys.items():
@@ -410,7 +281,7 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
         auto_decompress=False,
         read_bufsize=READ_BUFFER,
     )
-    return Client(session, Keys(api_key, admin_api_key))
+    return Client(session, Keys(api_key, admin_api_key, user_endpoints=user_endpoints))
 
 
 def _unknown_workers(problem: str) -> ValueError:
@@ -432,9 +303,9 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
 
 
 async def _read(
-    response: aiohttp.ClientResponse, max_bytes: int, experts: ExpertText | None
+    response: aiohttp.ClientResponse, max_bytes: int, body_filter: BodyFilter | None
 ) -> bytes:
-    """Returns the body without the experts, or the first `ERROR_BYTES` of an error.
+    """Returns the filtered body, or the first `ERROR_BYTES` of an error.
 
     Raises InvalidAnswer if the body has more than `max_bytes`.
     """
@@ -445,11 +316,11 @@ async def _read(
         return b""
     if not _is_success(response):
         max_bytes = ERROR_BYTES
-        experts = None
+        body_filter = None
     chunks = []
     size = 0
     async for chunk in response.content.iter_any():
-        chunks.append(chunk if experts is None else experts.cut(chunk))
+        chunks.append(chunk if body_filter is None else body_filter.cut(chunk))
         size += len(chunk)
         if size > max_bytes:
             if _is_success(response):
@@ -457,8 +328,8 @@ async def _read(
                     f"it is larger than the {max_bytes} bytes that an answer may have"
                 )
             break
-    if experts is not None:
-        chunks.append(experts.end())
+    if body_filter is not None:
+        chunks.append(body_filter.end())
     return b"".join(chunks)[:max_bytes]
 
 

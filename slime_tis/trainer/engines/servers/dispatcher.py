@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.servers.client import RequestError, RequestRefused, ServerError
+from slime_tis.trainer.engines.servers.errors import RequestError, RequestRefused, ServerError
 from slime_tis.trainer.engines.servers.health import HealthMonitor, ServerState
 
 SERVER_REFUSALS = (401, 403, 404, 405)

@@ -23,15 +23,16 @@ from typing import Literal, NamedTuple
 
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.servers.client import (
+from slime_tis.trainer.engines.servers.answers import version_number
+from slime_tis.trainer.engines.servers.api import ServerInfo
+from slime_tis.trainer.engines.servers.client import Server
+from slime_tis.trainer.engines.servers.errors import (
     RequestError,
     RequestRefused,
-    Server,
     ServerError,
+    ServerPaused,
     UnexpectedWeights,
 )
-from slime_tis.trainer.engines.servers.weights.protocol import release
-from slime_tis.trainer.engines.sglang.schema import ServerInfo, version_number
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +161,8 @@ class HealthMonitor:
     def takes_seeds(self, state: ServerState) -> bool:
         """Whether requests may have seeds; for a router, whether at least one server uses seeds."""
         if state is not self.router:
-            return state.info.enable_deterministic_inference is True
-        return any(s.info.enable_deterministic_inference is True for s in self.states.values())
+            return state.info.takes_seeds
+        return any(s.info.takes_seeds for s in self.states.values())
 
     def check_versions(self, state: ServerState, first: int, versions: Iterable[int]) -> None:
         """Raises UnexpectedWeights unless all versions are in `first` to `newest_version`.
@@ -290,7 +291,7 @@ class HealthMonitor:
             state.reason = reason
             self._tasks.start(probe())
 
-    async def _health_error(self, state: ServerState) -> str | None:
+    async def _health_error(self, state: ServerState) -> RequestError | None:
         """The server's health error, unless an update paused the server."""
         while True:
             await self.not_updating.wait()
@@ -332,20 +333,24 @@ class HealthMonitor:
     async def _look_for(self, state: ServerState) -> None:
         """Checks whether a server that is down answers, and with which weights."""
         is_router = state is self.router
+        server = state.server
         version_name = None
-        error = await state.server.health_error()
+        error = await server.health_error()
+        # An update that lost its connection, or whose run was killed, leaves the server paused.
+        is_paused = isinstance(error, ServerPaused)
+        if is_paused:
+            error = None
         if error is None and not is_router:
             try:
-                version_name = await state.server.weight_version()
-                state.info = await state.server.info()
+                version_name = await server.call(server.api.weight_version())
+                state.info = await server.api.info(server)
             except ServerError as failure:
-                error = str(failure)
+                error = failure
         elif not is_router and self.not_updating.is_set():
-            # An update that lost its connection, or whose run was killed, leaves the server paused.
-            await release(state.server)
+            await server.api.release(server)
         if error is not None:
             if not state.seen:  # later, the reason of its death says more
-                state.reason = error
+                state.reason = str(error)
             return
         # During an update the current version is undefined; another task may also have found the
         # server.
@@ -353,7 +358,7 @@ class HealthMonitor:
             return
         # A run named the version if it is a number; at first contact that was an earlier run.
         from_earlier_run = not state.seen and (version_name or "").isdecimal()
-        version_known = state.version_known and not from_earlier_run
+        version_known = state.version_known and not from_earlier_run and not is_paused
         state.seen = True
         if is_router or (version_known and version_number(version_name) == self.version):
             state.version = self.version
@@ -366,7 +371,7 @@ class HealthMonitor:
         for state in self.available():
             version = state.version
             try:
-                name = await state.server.weight_version()
+                name = await state.server.call(state.server.api.weight_version())
             except RequestError as error:
                 self._probe(state, str(error))
                 continue

@@ -1,6 +1,5 @@
 """SGLang servers that a run starts on this machine, watches, restarts and stops."""
 
-import argparse
 import os
 import signal
 import socket
@@ -11,14 +10,13 @@ from pathlib import Path
 
 import httpx
 import psutil
-import torch
 
 from slime_tis.errors import one_line
 from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.servers import supervise
+from slime_tis.trainer.engines.servers.api import HOST, ServerApi
 
-HOST = "127.0.0.1"
 MAX_RESTARTS = 3
 """Maximum restarts of a server that never ran for the startup timeout."""
 GRACE = 30.0
@@ -42,20 +40,18 @@ TORCHRUN_NAMES = (
 class LaunchedServers:
     """The servers of a run, each with a process group, port and log file."""
 
-    def __init__(
-        self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path
-    ) -> None:
+    def __init__(self, config: SGLangConfig, api: ServerApi, log_dir: str | Path) -> None:
         """Starts nothing yet; raises ValueError if too few ports are free."""
         self.restarts = 0
         self._startup_timeout = config.sglang_startup_timeout
         directory = Path(log_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        environment = server_environment(config)
         self.servers = []
         ports = free_ports(config.sglang_base_port, config.sglang_launch or 0)
         for index, port in enumerate(ports):
             log = directory / f"sglang_{index}.log"
-            command = server_command(config, hf_checkpoint, index, port, log)
+            command = server_command(config, api, index, port, log)
+            environment = server_environment(config, api, index)
             self.servers.append(LaunchedServer(port, command, environment, log))
         self.urls = tuple(server.url for server in self.servers)
         """The servers' URLs; restarts keep them."""
@@ -250,20 +246,14 @@ def free_ports(first: int, count: int) -> list[int]:
 
 
 def server_command(
-    config: SGLangConfig, hf_checkpoint: str | Path, index: int, port: int, log: Path
+    config: SGLangConfig, api: ServerApi, index: int, port: int, log: Path
 ) -> list[str]:
     """The command line of the `index`-th server; it names variables of keys, not the keys."""
-    command = [config.sglang_python or sys.executable, supervise.__file__, str(log)]
-    command += ["--model-path", str(hf_checkpoint)]
-    command += ["--host", HOST]
-    command += ["--port", str(port)]
-    command += _passed_flags(config, index)
-    command += ["--admin-api-key-env", config.sglang_admin_api_key_env]
-    command += ["--api-key-env", config.sglang_api_key_env]
-    return command
+    python = config.sglang_python or sys.executable
+    return [python, supervise.__file__, str(log), api.module, *api.flags(config, index, port)]
 
 
-def server_environment(config: SGLangConfig) -> dict[str, str]:
+def server_environment(config: SGLangConfig, api: ServerApi, index: int) -> dict[str, str]:
     """The environment without torchrun's variables; the server Python's programs come first."""
     environment = {}
     for name, value in os.environ.items():
@@ -271,30 +261,8 @@ def server_environment(config: SGLangConfig) -> dict[str, str]:
             environment[name] = value
     # Without it, the log of a server that dies lacks its last lines.
     environment["PYTHONUNBUFFERED"] = "1"
-    if not torch.cuda.is_available():
-        # Without it, SGLang requires CUDA despite its flags.
-        environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        # Dynamo would compile some routers with triton.
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    environment |= api.environment(config, index)
     if config.sglang_python and os.sep in config.sglang_python:
         programs = os.path.dirname(os.path.abspath(config.sglang_python))
         environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
     return environment
-
-
-def _passed_flags(config: SGLangConfig, index: int) -> list[str]:
-    """The passed flags; each server on GPUs begins after the previous server's last GPU."""
-    flags = list(config.sglang_server_args or ())
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--device")
-    parser.add_argument("--tp-size", "--tp", "--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--pp-size", "--pp", "--pipeline-parallel-size", type=int, default=1)
-    parser.add_argument("--base-gpu-id", type=int, default=0)
-    try:
-        options, _ = parser.parse_known_args(flags)
-    except argparse.ArgumentError as error:
-        raise ValueError(f"the flags of launched servers cannot be read: {error}.") from None
-    if index == 0 or options.device == "cpu":
-        return flags
-    gpu = options.base_gpu_id + index * options.tp_size * options.pp_size
-    return [*flags, "--base-gpu-id", str(gpu)]  # the server takes the last of two flags

@@ -28,22 +28,15 @@ from slime_tis.trainer.engines.function_requests import (
     sample_of,
 )
 from slime_tis.trainer.engines.function_rollouts import FunctionBatch
-from slime_tis.trainer.engines.servers.client import (
-    ABORT_INTERVAL,
-    ABORT_TIMEOUT,
-    Server,
-    ServerError,
-)
+from slime_tis.trainer.engines.servers.api import GenerateRequest
+from slime_tis.trainer.engines.servers.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server
 from slime_tis.trainer.engines.servers.dispatcher import Dispatcher
+from slime_tis.trainer.engines.servers.errors import ServerError
 from slime_tis.trainer.engines.servers.health import ServerState
-from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 
 ABORTED_PAUSE = 0.01
 """Seconds before a request is answered with abort, so that functions which retry do not block the
 loop."""
-INPUT_MARGIN = 6
-"""SGLang's max_req_input_len is this much shorter than the context: it reserves tokens for the
-response."""
 TOP_K_TIE_MARGIN = 4
 """With top-p only, top-k is set to 3/4 of the servers' mask limit: 1 / TOP_K_TIE_MARGIN stays free.
 
@@ -58,6 +51,9 @@ class Limits:
     context_len: int | None
     vocab_size: int | None
     max_input_len: int | None
+    """Longest input of all servers."""
+    max_total_len: int | None
+    """Longest input and response of all servers, which may have a shorter context."""
     mask_tokens: int | None
     """Largest sampling mask that all servers report; None if the run samples without masks."""
 
@@ -76,9 +72,8 @@ class Limits:
         if self.context_len is not None:
             # SGLang may refuse a request that fills the context.
             lengths.append(self.context_len - 1 - length)
-        if self.max_input_len is not None:
-            # A server may have been started with a shorter context.
-            lengths.append(self.max_input_len + INPUT_MARGIN - length)
+        if self.max_total_len is not None:
+            lengths.append(self.max_total_len - length)
         return min(lengths)
 
     def with_reported_masks(self, sampling: Sampling) -> Sampling:

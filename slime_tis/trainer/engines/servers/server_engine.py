@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import pkgutil
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.hf_directory import model_sizes, read_model_config
+from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.event_loops import CANCELLED, LoopThread
 from slime_tis.trainer.engines.function_requests import Generation, RolloutFunction
@@ -35,7 +36,8 @@ from slime_tis.trainer.engines.rollout_engine import (
     SentRows,
     WeightSource,
 )
-from slime_tis.trainer.engines.servers.client import RequestRefused
+from slime_tis.trainer.engines.servers.api import ServerApi, served_model
+from slime_tis.trainer.engines.servers.errors import RequestRefused
 from slime_tis.trainer.engines.servers.launch import LaunchedServers
 from slime_tis.trainer.engines.servers.responses import Limits, PendingSample, RolloutTask, seed_of
 from slime_tis.trainer.engines.servers.server_group import ServerGroup, ServerSettings
@@ -86,29 +88,28 @@ class ServerEngine:
         settings = self._settings
         config = settings.config
         config.check_has_servers()
-        model = read_model_config(self._host.hf_checkpoint)
-        sizes = model_sizes(model)
+        model = served_model(self._host.hf_checkpoint, records_experts=settings.records_experts)
+        api: ServerApi = pkgutil.resolve_name(SERVER_ENGINES["sglang"].api)(model=model)
         with ExitStack() as stack:
             launched = None
             if config.sglang_launch is not None:
                 directory = config.sglang_log_dir or self._host.output_dir
-                launched = LaunchedServers(
-                    settings.launch_config, self._host.hf_checkpoint, directory
-                )
+                launched = LaunchedServers(config, api, directory)
                 stack.callback(launched.stop)
                 launched.start()
-            self._loop = stack.enter_context(LoopThread("sglang"))
-            self._servers = servers = ServerGroup(settings, self._host, sizes.vocab_size, launched)
+            self._loop = stack.enter_context(LoopThread("servers"))
+            self._servers = servers = ServerGroup(settings, self._host, api, launched)
             self._loop.run(servers.connect())
             stack.callback(lambda: self._loop.run(servers.close()))
             servers.check_features()
             limits = Limits(
-                context_len=sizes.context_len,
-                vocab_size=sizes.vocab_size,
+                context_len=api.model.context_len,
+                vocab_size=api.model.vocab_size,
                 max_input_len=servers.max_input_len,
+                max_total_len=servers.max_total_len,
                 mask_tokens=servers.sampling_mask_tokens(),
             )
-            precision = servers.precision(model)
+            precision = servers.precision()
             self._stack = stack.pop_all()
         return limits, precision, servers.names
 
@@ -232,7 +233,7 @@ class ServerEngine:
     @property
     def http_address(self) -> tuple[str, int] | None:
         """Host and port of the router, else the first server; see `RolloutEngine`."""
-        if not self._rank_zero.is_self:
+        if not self._rank_zero.is_self or not self._servers.api.answers_generate:
             return None
         url = urlsplit(self._servers.url)
         if url.scheme != "http":

@@ -1,18 +1,14 @@
-"""The SGLang servers of rank 0: connections, weights and required features."""
+"""The servers of rank 0: connections, weights and required features."""
 
 import asyncio
 import itertools
 import logging
 import pkgutil
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from slime_tis.hf_directory import load_config, moe_sizes
 from slime_tis.trainer.configs.rollout import Rounding
 from slime_tis.trainer.configs.sglang import WEIGHT_TRANSPORTS, SGLangConfig
 from slime_tis.trainer.data.sample import Sampling
@@ -23,34 +19,24 @@ from slime_tis.trainer.engines.rollout_engine import (
     SentRows,
     WeightSource,
 )
-from slime_tis.trainer.engines.servers.client import (
+from slime_tis.trainer.engines.servers.api import ServerApi
+from slime_tis.trainer.engines.servers.client import Server, make_client
+from slime_tis.trainer.engines.servers.dispatcher import Dispatcher
+from slime_tis.trainer.engines.servers.errors import (
     MalformedAnswer,
     RequestError,
     RequestRefused,
-    Server,
     ServerError,
-    make_client,
 )
-from slime_tis.trainer.engines.servers.dispatcher import Dispatcher
 from slime_tis.trainer.engines.servers.health import HealthMonitor, ServerState, Timeouts
 from slime_tis.trainer.engines.servers.launch import LaunchedServers
 from slime_tis.trainer.engines.servers.responses import RolloutTask
 from slime_tis.trainer.engines.servers.weights.checksums import TensorChecksums, stale_weights
 from slime_tis.trainer.engines.servers.weights.protocol import WeightSync
-from slime_tis.trainer.engines.sglang.schema import ExpertLayout
 from slime_tis.trainer.engines.weight_rounding import Precision
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS: dict[object, Precision] = {
-    "half": "fp16",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float": "fp32",
-    "float32": "fp32",
-}
-OLDEST_SGLANG = (0, 5, 23)
-"""The first version that reports a weight version per token, sampling masks and checksums."""
 RESTART_INTERVAL = 1.0
 """Seconds between two looks for launched servers that ended."""
 
@@ -73,14 +59,6 @@ class ServerSettings:
         """Whether servers must return experts."""
         return self.sampling is not None and self.sampling.return_routed_experts
 
-    @property
-    def launch_config(self) -> SGLangConfig:
-        """The config with the flags that servers need."""
-        if not self.records_experts:
-            return self.config
-        flags = self.config.sglang_server_args or ()
-        return replace(self.config, sglang_server_args=(*flags, "--enable-return-routed-experts"))
-
 
 class ServerGroup:
     """The servers of rank 0: health, requests and weights; belongs to one asyncio loop."""
@@ -89,7 +67,7 @@ class ServerGroup:
         self,
         settings: ServerSettings,
         host: EngineHost,
-        vocab_size: int | None,
+        api: ServerApi,
         launched: LaunchedServers | None,
     ) -> None:
         """Connects to nothing yet; restarts `launched` servers that end."""
@@ -100,9 +78,8 @@ class ServerGroup:
         self.rollouts: set[RolloutTask] = set()
         self._settings = settings
         self._host = host
-        self._vocab_size = vocab_size
+        self.api = api
         self._launched = launched
-        self._layout = expert_layout(host.hf_checkpoint) if settings.records_experts else None
         self._checksums: dict[Server, TensorChecksums] = {}
         self._tasks = BackgroundTasks()
         self._one_update = asyncio.Lock()
@@ -110,15 +87,13 @@ class ServerGroup:
     async def connect(self) -> None:
         """Waits for servers; raises RolloutUnavailable without any, ValueError if they refuse."""
         config = self._settings.config
-        client = make_client(config.api_key, config.admin_api_key)
+        client = make_client(self.api.user_endpoints, config.api_key, config.admin_api_key)
         # The stack closes in reverse order: requests end before their servers and connections.
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(client.session)
 
             def server_at(url: str) -> Server:
-                server = Server(
-                    url, client, config.sglang_request_timeout, self._vocab_size, self._layout
-                )
+                server = Server(url, client, self.api, config.sglang_request_timeout)
                 stack.push_async_callback(server.close)
                 return server
 
@@ -172,10 +147,15 @@ class ServerGroup:
     @property
     def max_input_len(self) -> int | None:
         """The longest input that all servers take, in tokens; None if no server reports a limit."""
-        lengths = []
-        for state in self.health.states.values():
-            if state.info.max_req_input_len is not None:
-                lengths.append(state.info.max_req_input_len - 1)
+        infos = [state.info for state in self.health.states.values()]
+        lengths = [info.max_input_len for info in infos if info.max_input_len is not None]
+        return min(lengths, default=None)
+
+    @property
+    def max_total_len(self) -> int | None:
+        """The longest input and response of all servers; None if no server reports a limit."""
+        infos = [state.info for state in self.health.states.values()]
+        lengths = [info.max_total_len for info in infos if info.max_total_len is not None]
         return min(lengths, default=None)
 
     @property
@@ -184,26 +164,20 @@ class ServerGroup:
         return [state for state in self.health.states.values() if state.seen]
 
     def check_features(self) -> None:
-        """Raises ValueError if a server is too old, or does not record the required experts."""
+        """Raises ValueError if a server is unusable, or does not record the required experts."""
         for state in self._seen:
-            version = state.info.version
-            numbers = tuple(int(number) for number in re.findall("[0-9]{1,9}", version)[:3])
-            # A server that reports no version is not refused.
-            if (0, 0, 0) < numbers < OLDEST_SGLANG:
-                raise ValueError(
-                    f"{state.server.url} runs SGLang {version}; update it to 0.5.23 or newer."
-                )
+            if state.info.problem is not None:
+                raise ValueError(f"{state.server.url} {state.info.problem}")
         if not self._settings.records_experts:
             return
         lacking = []
         for state in self._seen:
-            if state.info.enable_return_routed_experts is not True:
+            if not state.info.returns_experts:
                 lacking.append(state.server.url)
         if lacking:
             raise ValueError(
                 "--use-rollout-routing-replay or --measure-routing-mismatch is on but"
-                f" {', '.join(lacking)} does not return experts; start it with"
-                " --enable-return-routed-experts."
+                f" {', '.join(lacking)} does not return experts; {self.api.experts_advice}"
             )
 
     def sampling_mask_tokens(self) -> int | None:
@@ -211,13 +185,12 @@ class ServerGroup:
         sampling = self._settings.sampling
         if sampling is None or not sampling.return_sampling_mask:
             return None
-        limit = min(state.info.sampling_mask_max_tokens or 0 for state in self._seen)
+        limit = min(state.info.max_mask_tokens for state in self._seen)
         if limit >= max(sampling.top_k, 2):
             return limit
         message = (
             f"--rollout-top-p is {sampling.top_p} and --rollout-top-k {sampling.top_k}, but a"
-            f" server reports at most {limit} of the tokens they keep; start it with a larger"
-            " --sampling-mask-max-tokens."
+            f" server reports at most {limit} of the tokens they keep; {self.api.masks_advice}."
         )
         if self._settings.allow_truncation_bias:
             logger.warning(
@@ -226,14 +199,12 @@ class ServerGroup:
             return None
         raise ValueError(f"{message} Or remove the two flags, or add --allow-truncation-bias.")
 
-    def precision(self, model: Mapping[str, Any]) -> Precision | None:
+    def precision(self) -> Precision | None:
         """The precision of all servers' weights; None if it is unknown, differs or is quantized."""
-        dtypes = set()
-        for state in self._seen:
-            dtypes.add(None if state.info.quantization is not None else state.info.dtype)
+        precisions = {state.info.precision for state in self._seen}
         precision = None
-        if len(dtypes) == 1:
-            precision = server_precision(dtypes.pop(), model)
+        if len(precisions) == 1:
+            precision = precisions.pop()
         rounding = self._settings.rounding
         if rounding != "nearest" and precision in ("fp32", None):
             problem = (
@@ -266,7 +237,7 @@ class ServerGroup:
 
         async def ask(server: Server) -> None:
             try:
-                answers[server.url] = await server.prompt_log_probs(token_ids)
+                answers[server.url] = await server.call(self.api.score(token_ids))
             except (MalformedAnswer, RequestRefused) as error:
                 raise RolloutUnavailable(str(error)) from None
             except ServerError as error:
@@ -288,7 +259,7 @@ class ServerGroup:
 
         async def ask(server: Server, text: Sequence[int]) -> dict[int, float]:
             try:
-                return await server.top_log_probs(text, sampling, count)
+                return await server.call(self.api.top(text, sampling, count))
             except RequestError as error:
                 logger.warning("a probe of the likeliest tokens failed: %s", error)
                 return {}
@@ -302,7 +273,7 @@ class ServerGroup:
 
         async def ask(server: Server) -> None:
             try:
-                self._checksums[server] = await server.weight_checksums()
+                self._checksums[server] = await server.call(self.api.checksums())
             except RequestError as error:
                 logger.warning("%s Its weights are checked by log-probs only.", error)
 
@@ -365,23 +336,3 @@ class ServerGroup:
         # Cancelled rollouts abort their requests.
         await cancel_and_wait([rollout.task for rollout in self.rollouts if rollout.task])
         await self._tasks.cancel()
-
-
-def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
-    """The layout of routed experts in answers of a model with experts."""
-    hf = load_config(hf_checkpoint)
-    moe = moe_sizes(hf)
-    assert moe is not None  # file_checks refuses options of experts for other models
-    return ExpertLayout(num_hidden_layers=hf.num_hidden_layers, moe=moe)
-
-
-def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision | None:
-    """The precision of SGLang's `--dtype`; None if it is unknown.
-
-    With `auto`, SGLang takes the checkpoint's dtype, and float16 for a float32 checkpoint.
-    """
-    if dtype == "auto":
-        dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
-        if dtype == "float32":
-            dtype = "float16"
-    return PRECISIONS.get(dtype)

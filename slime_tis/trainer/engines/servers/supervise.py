@@ -1,8 +1,8 @@
-"""Runs one SGLang server as its child process.
+"""Runs one server as its child process.
 
-Usage: python supervise.py LOG SERVER_FLAG …
+Usage: python supervise.py LOG MODULE SERVER_FLAG …
 
-Standard library only: the Python that has sglang does not have slime_tis.
+Standard library only: the Python that has the server does not have slime_tis.
 
 * `--NAME-env VARIABLE` becomes the server's `--NAME=VALUE OF THE VARIABLE` in memory, so that no
   list of processes shows API keys and passwords. The server prints all flags; keys are redacted
@@ -22,7 +22,6 @@ from collections.abc import Mapping
 
 VARIABLE = "-env"
 """Ending of a flag whose value is the name of an environment variable."""
-MODULE = "sglang.launch_server"
 GRACE = 30.0
 """Seconds between SIGTERM and SIGKILL."""
 TICK = 0.2
@@ -31,14 +30,14 @@ LONGEST_LINE = 1 << 20
 """Maximum bytes held back without an end of line."""
 
 
-def main(log: str, flags: list[str]) -> int:
-    """Starts the server, writes its output to the log, and returns its exit status."""
+def main(log: str, module: str, flags: list[str]) -> int:
+    """Starts a module, writes its output to the log, and returns its exit status."""
     flags, secrets = with_secrets(flags, os.environ)
     output, server_end = os.pipe()
     server = os.fork()
     if server == 0:
         os.close(output)
-        become_server(flags, server_end)
+        become_server(module, flags, server_end)
         return 0
     os.close(server_end)
     signal.signal(signal.SIGTERM, lambda *_: end(server))
@@ -69,7 +68,7 @@ def with_secrets(flags: list[str], environ: Mapping[str, str]) -> tuple[list[str
     return server_flags, [value for value in secrets.values() if value]
 
 
-def become_server(flags: list[str], output: int) -> None:
+def become_server(module: str, flags: list[str], output: int) -> None:
     """Runs the server in this process, as `python -m` would."""
     # Not this process's standard input, whose end means that the run has ended.
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -81,8 +80,8 @@ def become_server(flags: list[str], output: int) -> None:
     # Python puts this script's directory first; the server must not import its modules.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-    sys.argv = [MODULE, *flags]
-    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    sys.argv = [module, *flags]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class Redacted:
@@ -157,4 +156,4 @@ def end(server: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

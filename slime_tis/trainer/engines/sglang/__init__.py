@@ -1,1 +1,1 @@
-"""What only SGLang servers have: requests and answers, and weights by broadcast."""
+"""SGLang servers: their requests and their answers."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.engines.local.routing import expert_dtype
-from slime_tis.trainer.engines.sglang.schema import ExpertLayout, InvalidAnswer
+from slime_tis.trainer.engines.servers.api import ExpertLayout
+from slime_tis.trainer.engines.servers.errors import InvalidAnswer
 
 NAME = re.compile(rb'[^\\]"routed_experts"\s{0,8}:\s{0,8}"')
 """Precedes the text. A JSON string cannot contain this, because a quote inside a string follows a

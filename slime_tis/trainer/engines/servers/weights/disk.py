@@ -12,11 +12,10 @@ import torch
 
 from slime_tis.trainer.configs.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, WeightSource
-from slime_tis.trainer.engines.servers.client import Server, ServerError
+from slime_tis.trainer.engines.servers.client import Server
+from slime_tis.trainer.engines.servers.errors import ServerError
 from slime_tis.trainer.engines.servers.weights.protocol import (
     on_all_servers,
-    pause,
-    release,
     resume,
     weights_thread,
 )
@@ -114,22 +113,14 @@ class DiskSync:
     async def _hand_out(self, servers: Sequence[Server]) -> dict[Server, str]:
         failed: dict[Server, str] = {}
         await on_all_servers(servers, self._load, failed)
-        await asyncio.gather(*map(release, failed))
+        await asyncio.gather(*(server.api.release(server) for server in failed))
         return failed
 
     async def _load(self, server: Server) -> None:
         assert self._current is not None
         path, version = self._current
-        body = {
-            "model_path": str(path),
-            "weight_version": str(version),
-            "load_format": "auto",  # the server may have been started with the format dummy
-            "flush_cache": False,  # the pause emptied it
-        }
-        await pause(server)
-        await server.post(
-            "/update_weights_from_disk", body, timeout=self._config.sglang_request_timeout
-        )
+        await server.api.pause(server)
+        await server.api.load(server, path, version)
         await resume(server, version)
 
 

@@ -1,10 +1,8 @@
 """The interface of weight transports, buckets of weights, and the steps of an update."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -14,20 +12,11 @@ from torch import Tensor
 from slime_tis.errors import first_line
 from slime_tis.trainer.engines.event_loops import THREADS
 from slime_tis.trainer.engines.rollout_engine import WeightSource
-from slime_tis.trainer.engines.servers.client import (
-    RequestError,
-    RequestRefused,
-    Server,
-    ServerError,
-)
+from slime_tis.trainer.engines.servers.api import RELEASE_TIMEOUT, Bucket
+from slime_tis.trainer.engines.servers.client import Server
+from slime_tis.trainer.engines.servers.errors import RequestError, ServerError
 
 Result = TypeVar("Result")
-
-CONTROL_TIMEOUT = 60.0
-"""Longest wait for a server to pause, flush or resume, in seconds; it finishes the current batch
-first."""
-RELEASE_TIMEOUT = 5.0
-"""Longest wait for a server that has failed already, in seconds."""
 
 
 class WeightSync(Protocol):
@@ -55,15 +44,6 @@ class WeightSync(Protocol):
 
     async def close(self) -> None:
         """Frees the resources of both sides."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """Some weights that travel together."""
-
-    names: list[str]
-    tensors: list[Tensor]
-    last: bool
 
 
 def buckets(source: WeightSource, max_bytes: int, device: torch.device) -> Iterator[Bucket]:
@@ -116,41 +96,12 @@ async def on_all_servers(
     return passed
 
 
-async def pause(server: Server) -> None:
-    """Stops generation, and drops keys and values of the old weights.
-
-    Running requests return to the queue; they continue after the update.
-    """
-    await server.post("/pause_generation", {"mode": "retract"}, timeout=CONTROL_TIMEOUT)
-    deadline = time.monotonic() + CONTROL_TIMEOUT
-    wait = 0.05
-    while True:
-        try:
-            await server.post("/flush_cache", {}, timeout=CONTROL_TIMEOUT)
-            return
-        except RequestRefused:
-            # A server refuses while a batch, or a copy of the cache to host memory, is under way.
-            if time.monotonic() > deadline:
-                raise
-        await asyncio.sleep(wait)
-        wait = min(2 * wait, 1.0)
-
-
 async def resume(server: Server, version: int) -> None:
     """Resumes generation; raises ServerError unless the server reports the new version."""
-    reported = await server.weight_version()
+    reported = await server.call(server.api.weight_version())
     if reported != str(version):
         raise ServerError(f"{server.url} took weights {version} but reports weights {reported!r}.")
-    await server.post("/continue_generation", {}, timeout=CONTROL_TIMEOUT)
-
-
-async def release(server: Server, group_name: str | None = None) -> None:
-    """Ends a failed update on a server and aborts its requests, so that no answer mixes weights."""
-    reachable = await try_post(server, "/end_weight_update", {})
-    if reachable and group_name is not None:
-        await try_post(server, "/destroy_weights_update_group", {"group_name": group_name})
-    if reachable and await try_post(server, "/abort_request", {"abort_all": True}):
-        await try_post(server, "/continue_generation", {})
+    await server.api.resume(server)
 
 
 async def exchange(request: Awaitable[None], local_side: asyncio.Future[None]) -> None:
@@ -177,14 +128,3 @@ def in_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
     The program can exit even if the function never returns.
     """
     return asyncio.wrap_future(THREADS.submit(function))
-
-
-async def try_post(server: Server, endpoint: str, body: dict[str, object]) -> bool:
-    """Posts, ignoring a refusal; returns whether the server answers at all."""
-    try:
-        await server.post(endpoint, body, timeout=RELEASE_TIMEOUT)
-    except ServerError:
-        return False
-    except RequestRefused:
-        pass
-    return True
