@@ -96,7 +96,8 @@ another one; {accepted} are accepted with the value that this program has; {refu
 slime has no flags for min-p and for repetition, presence and frequency penalties. If the `sampling_params` of a generate
 function have one of them, the request is refused. Training computes log-probs after temperature, top-k and top-p. Min-p and
 penalties give another distribution, and penalties depend on the tokens so far, which training does not count. The importance
-weights would compare two different policies.
+weights would compare two different policies. Remove the parameter; `--rollout-top-p` and `--rollout-top-k` limit the sampled
+tokens, and training computes the same limits.
 
 | flag | | here |
 |---|---|---|

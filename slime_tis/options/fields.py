@@ -109,6 +109,7 @@ def option(
     metavar: str = "",
     needs: tuple[str, ...] = (),
     suffices: tuple[str, ...] = (),
+    verbatim: bool = False,
 ) -> Any:
     """Declares a dataclass field as an option of the command line.
 
@@ -120,11 +121,19 @@ def option(
         suffices: Further flags that give the option an effect. Help and messages do not name them:
             a user function may read any option, and bypass mode measures weights that it does not
             apply.
+        verbatim: Whether a text counts as it is: it may be blank, such as a newline, and have
+            control characters.
 
     Returns:
         A dataclass field; its metadata are arguments of `slime_tis.options.values.Option`.
     """
-    metadata = {"group": group, "metavar": metavar, "needs": needs, "suffices": suffices}
+    metadata = {
+        "group": group,
+        "metavar": metavar,
+        "needs": needs,
+        "suffices": suffices,
+        "verbatim": verbatim,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -26,6 +26,8 @@ DEFINITIONS: dict[str, Schema] = {
     "switch": {"anyOf": [{"type": "boolean"}, {"enum": [*SWITCHES]}]},
     # The program reads `wandb_group: 7` as the text 7.
     "text": {"type": ["string", "number", "boolean"], "pattern": r"\S"},
+    # A blank text, such as a newline, counts.
+    "verbatim": {"type": ["string", "number", "boolean"], "minLength": 1},
     "unset": {"enum": [None, *NULLS]},
 }
 """Schemas that many options share."""
@@ -66,7 +68,7 @@ def yaml_schema(line: CommandLine) -> Schema:
 
 def _property(line: CommandLine, option: Option) -> Schema:
     """Returns the schema of an option's value."""
-    values = _field(option.type)
+    values = _field(option.type, text="verbatim" if option.verbatim else "text")
     if option.name == "rollout_correction_preset":
         values = [{"enum": [*PRESETS]}]
     schema: Schema = {"description": _description(line, option), "anyOf": values}
@@ -92,9 +94,14 @@ def _description(line: CommandLine, option: Option) -> str:
     return text
 
 
-def _field(field: FieldType) -> list[Schema]:
-    """Returns the alternatives of a value: one item, or a list of items or a mapping."""
+def _field(field: FieldType, text: str) -> list[Schema]:
+    """Returns the alternatives of a value: one item, or a list of items or a mapping.
+
+    `text` names the shared schema of a text.
+    """
     items = _item(field)
+    if items == [_defined("text")]:
+        items = [_defined(text)]
     if not field.is_list:
         return items
     several: Schema = {"type": "array", "minItems": 1, "items": {"anyOf": items}}

@@ -55,7 +55,7 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A field of a config; metavar, needs and suffices as in `slime_tis.options.fields.option`."""
+    """A field of a config; the fields after `group` are as in `slime_tis.options.fields.option`."""
 
     name: str
     type: FieldType
@@ -67,6 +67,7 @@ class Option:
     metavar: str = ""
     needs: tuple[str, ...] = ()
     suffices: tuple[str, ...] = ()
+    verbatim: bool = False
     advice: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What a message advises instead of slime's values, by value."""
 
@@ -120,11 +121,16 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
     texts = value
     if isinstance(value, str):
         texts = [value]
-    has_blank = any(isinstance(text, str) and not text.strip() for text in texts)
+    has_blank = False
+    for text in texts:
+        if isinstance(text, str):
+            content = text if option.verbatim else text.strip()
+            has_blank = has_blank or not content
     if not texts or has_blank:
         raise ValueError(f"{label} is empty but must be {option.type}; write none to unset it.")
     try:
-        return Given(value=_read_value(option.type, value), label=label, source=source)
+        read_value = _read_value(option.type, value, verbatim=option.verbatim)
+        return Given(value=read_value, label=label, source=source)
     except _UnfitText as error:
         raise ValueError(f"{label} is {quoted(value)} but {error}.") from None
     except ValueError:
@@ -182,24 +188,26 @@ class _UnfitText(ValueError):
     """A text that no option accepts; the message continues `--name is 'text' but`."""
 
 
-def _read_value(kind: FieldType, value: Any) -> Any:
+def _read_value(kind: FieldType, value: Any, *, verbatim: bool) -> Any:
     """Returns a value in the type of a field; raises ValueError if it has another type."""
     if not kind.is_list:
-        return _read_item(kind, value)
+        return _read_item(kind, value, verbatim=verbatim)
     if isinstance(value, dict):
         # `eval_prompt_data: {aime: a.jsonl}` in YAML is `--eval-prompt-data aime a.jsonl`.
         value = list(chain.from_iterable(value.items()))
     texts = value
     if isinstance(value, str):
         texts = [value]
-    items = [_read_item(kind, text) for text in texts]
+    items = [_read_item(kind, text, verbatim=verbatim) for text in texts]
     return tuple(items)
 
 
-def _read_item(kind: FieldType, text: Any) -> Any:
+def _read_item(kind: FieldType, text: Any, *, verbatim: bool) -> Any:
     """Returns a text as a value, or as one item of a list."""
     if not isinstance(text, str):
         raise ValueError(text)
+    if verbatim:
+        return _read_text(text, refused=("Cs",))
     if not kind.choices:
         return READERS[kind.item](text)
     if text not in kind.choices:
@@ -226,11 +234,11 @@ def _read_float(text: str) -> float:
     return number
 
 
-def _read_text(text: str) -> str:
+def _read_text(text: str, refused: tuple[str, ...] = ("Cc", "Cs")) -> str:
     if len(text) > MAX_TEXT:
         raise _UnfitText(f"may have {MAX_TEXT} characters at most")
     # Cc: control characters. Cs: surrogates, by which Python passes on bytes that are not UTF-8.
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+    if any(unicodedata.category(character) in refused for character in text):
         raise _UnfitText("must be text without control characters and in UTF-8")
     return text
 

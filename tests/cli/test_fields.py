@@ -65,6 +65,7 @@ LANDINGS = [
         8,
     ),
     ("--eval-prompt-data eval.jsonl --eval-engine rollout", "rollout", "evaluates_locally", False),
+    ("--rollout-stop '\n' ' end'", "rollout", "rollout_stop", ("\n", " end")),
     ("--rollout-stop-token-ids 2 5", "rollout", "rollout_stop_token_ids", (2, 5)),
     ("--rm-type dapo --reward-weights acc=1,score=2", "rollout", "reward_weights", "acc=1,score=2"),
     ("--eval-prompt-data eval.jsonl", "rollout", "eval_prompt_sets", (("accuracy", "eval.jsonl"),)),

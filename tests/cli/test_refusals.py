@@ -26,6 +26,16 @@ REFUSALS = [
     (f"--save {'a' * 5000}", "4096 characters at most"),
     (f"--seed {'9' * 5000}", "(5002 characters)"),
     ("--rollout-stop-token-ids 2 -5", "-5"),
+    ("--rollout-stop ''", "--rollout-stop is empty"),
+    ("--rollout-stop end ''", "--rollout-stop is empty"),
+    ("--rollout-stop \udc80", "UTF-8"),
+    ("--eval-prompt-data a eval.jsonl a-pass@1 hard.jsonl", "eval/a-pass@1 is a metric"),
+    (
+        "--eval-prompt-data a/response_length eval.jsonl a hard.jsonl",
+        "names 'a' and 'a/response_length'",
+    ),
+    ("--rollout-min-p 0.1", "training computes log-probs after temperature, top-k and top-p"),
+    ("--repetition-penalty 1.1", "limit tokens with --rollout-top-p or --rollout-top-k"),
     (
         "--freeze-params-name-list embedding 'layers.(0'",
         "'layers.(0', which is no regular expression: missing )",

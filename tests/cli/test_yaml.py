@@ -259,3 +259,15 @@ def test_use_rollout_correction_with_its_opposite_is_refused(base, flags, opposi
 )
 def test_refusal_names_the_option_as_it_was_written(base, flags, written):
     assert written in refusal(base + flags)
+
+
+def test_a_newline_as_stop_text_is_one_line_of_the_log(base):
+    got = configured(base + "--rollout-stop '\n' \"it's\tend\"")
+    (line,) = [line for line in describe(got).splitlines() if "--rollout-stop" in line]
+    assert line.startswith("sampling: ") and line.endswith(r"--rollout-stop $'\n' $'it\'s\tend'")
+
+
+def test_a_newline_as_stop_text_is_read_from_yaml(base, tmp_path):
+    (tmp_path / "run.yaml").write_text('rollout_stop: ["\\n", end]\n')
+    got = configured(base + "--custom-config-path run.yaml")
+    assert got.rollout.rollout_stop == ("\n", "end")

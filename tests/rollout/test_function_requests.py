@@ -64,8 +64,20 @@ def test_absent_parameters_are_those_of_the_run(parameters):
     assert request_options(parameters, RUN) == RequestOptions(sampling=RUN)
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [{"min_p": 0.0, "min_new_tokens": 0}, {"repetition_penalty": 1.0, "presence_penalty": None}],
+    ids=["zero", "one"],
+)
+def test_parameters_without_effect_are_accepted(parameters):
+    assert request_options(parameters, RUN) == RequestOptions(sampling=RUN)
+
+
 WRONG_PARAMS = {
-    "unknown": ({"min_p": 0.1}, "min_p"),
+    "unknown": ({"min_q": 0.1}, "min_q"),
+    "min-p": ({"min_p": 0.1}, "min_p 0.1, which samples from another distribution"),
+    "penalty": ({"repetition_penalty": 1.1}, "remove the parameter, and limit tokens with"),
+    "minimum length": ({"min_new_tokens": 4}, "min_new_tokens 4, which samples from another"),
     "negative": ({"temperature": -1}, "temperature -1: Input should be greater than or equal to 0"),
     "no top-p": ({"top_p": 0}, "top_p 0"),
     "no top-k": ({"top_k": 0}, "top_k 0"),

@@ -283,6 +283,15 @@ ADVICE: Mapping[str, str] = {
         "--rollout-health-check-* --update-weight-delta-* --update-weight-local-checkpoint-dir "
         "--update-weight-disk-keep-files"
     ): ("see --sglang-recovery-timeout and --sglang-weight-sync"),
+    (
+        "--min-p --rollout-min-p --repetition-penalty --rollout-repetition-penalty"
+        " --presence-penalty --rollout-presence-penalty --frequency-penalty"
+        " --rollout-frequency-penalty --min-new-tokens --rollout-min-new-tokens"
+    ): (
+        "training computes log-probs after temperature, top-k and top-p, and this would sample from"
+        " another distribution; remove it, and limit tokens with --rollout-top-p or"
+        " --rollout-top-k"
+    ),
     "--debug-train-only": "use only --load-debug-rollout-data",
     "--deterministic-mode": (
         "runs in fp32 on a CPU are bitwise repeatable; set --seed and --rollout-seed"

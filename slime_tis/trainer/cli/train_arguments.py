@@ -246,7 +246,14 @@ def _as_flag(name: str, value: Any) -> str:
     values = [value]
     if isinstance(value, list):
         values = value
-    words = [shlex.quote(str(word)) for word in values]
+    words = []
+    for word in map(str, values):
+        if word.isprintable():
+            words.append(shlex.quote(word))
+        else:
+            # bash's quotes for a newline, which stays on one line of the log
+            escaped = word.encode("unicode_escape").decode().replace("'", "\\'")
+            words.append(f"$'{escaped}'")
     return " ".join([flag(name), *words])
 
 

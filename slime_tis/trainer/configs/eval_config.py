@@ -64,7 +64,7 @@ class EvalSet:
     """Number of likeliest tokens; -1 keeps all."""
     max_response_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = set_option()
     """Longest answer, tokens."""
-    stop: tuple[str, ...] | None = set_option()
+    stop: tuple[str, ...] | None = set_option(verbatim=True)
     """Texts that end an answer."""
     stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = set_option()
     """Token ids that end an answer."""

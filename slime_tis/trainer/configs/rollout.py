@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import permutations
 from typing import Annotated, Any, Literal
 
 from slime_tis.errors import quoted
@@ -16,6 +18,8 @@ data_option = partial(option, group="model and data")
 rollout_option = partial(option, group="rollout")
 sampling_option = partial(option, group="sampling")
 reward_option = partial(option, group="rewards")
+SET_METRIC = re.compile(r"-pass@\d+|/(response_length|truncated_fraction|reward/.+)")
+"""What follows a held-out set's name in the names of its further metrics."""
 EVALUATES = ("--eval-prompt-data", "--eval-config")
 """Flags that name held-out prompts."""
 evaluation_option = partial(option, group="evaluation", needs=EVALUATES)
@@ -192,7 +196,7 @@ class RolloutConfig:
     """Shuffle the prompts every epoch."""
     rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = sampling_option(42)
     """Seed of sampling and shuffling; servers need --enable-deterministic-inference."""
-    rollout_stop: tuple[str, ...] | None = sampling_option(None, metavar="TEXT")
+    rollout_stop: tuple[str, ...] | None = sampling_option(None, metavar="TEXT", verbatim=True)
     """Texts that end a response, which keeps them; also in evaluation."""
     rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = (
         sampling_option(None, metavar="ID")
@@ -384,6 +388,14 @@ def _check_evaluation(config: RolloutConfig) -> None:
         raise ValueError(
             f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]}; give each name once."
         )
+    source = "--eval-prompt-data" if config.eval_config is None else "--eval-config"
+    for name, other in permutations(names, 2):
+        # The metrics of a set are eval/NAME, eval/NAME/KEY and eval/NAME-pass@K.
+        if other.startswith(name) and SET_METRIC.fullmatch(other.removeprefix(name)):
+            raise ValueError(
+                f"{source} names {quoted(name)} and {quoted(other)}, but eval/{other} is a metric"
+                " of the first one; rename one of the two."
+            )
 
 
 def _check_greedy_sets(config: RolloutConfig) -> None:

@@ -139,14 +139,26 @@ class SamplingParams(BaseModel):
     spaces_between_special_tokens: bool | None = None
 
 
+PROCESSORS = {
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "min_new_tokens": 0,
+}
+"""Parameters of SGLang that change the distribution after temperature, top-k and top-p, and the
+value that leaves it as it is."""
+
+
 def request_options(params: RequestParams, sampling: Sampling) -> RequestOptions:
     """Returns the options of a request.
 
     Raises:
         ValueError: A name is unknown, or a value is invalid.
     """
+    requested = _without_processors(dict(params or {}))
     try:
-        values = SamplingParams.model_validate(dict(params or {})).model_dump(exclude_none=True)
+        values = SamplingParams.model_validate(requested).model_dump(exclude_none=True)
     except ValidationError as error:
         first, *_ = error.errors(include_url=False)
         raise ValueError(
@@ -168,6 +180,22 @@ def request_options(params: RequestParams, sampling: Sampling) -> RequestOptions
         if name in values:
             changes[name] = values.pop(name)
     return RequestOptions(sampling=replace(sampling, **changes), stop=distinct_stops, **values)
+
+
+def _without_processors(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters without the ones of PROCESSORS, which must have no effect."""
+    remaining = {}
+    for name, value in params.items():
+        if name not in PROCESSORS:
+            remaining[name] = value
+        elif value is not None and value != PROCESSORS[name]:
+            raise ValueError(
+                f"sampling_params has {name} {quoted(value)}, which samples from another"
+                " distribution than the one that training computes: after temperature, top-k and"
+                " top-p; remove the parameter, and limit tokens with --rollout-top-p or"
+                " --rollout-top-k."
+            )
+    return remaining
 
 
 @dataclass(frozen=True, kw_only=True)
