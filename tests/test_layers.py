@@ -48,7 +48,7 @@ LAYERS = (
     ("slime_tis.analysis.diagnosis",),
     ("slime_tis.analysis.logs",),
     ("slime_tis.analysis.report",),
-    ("slime_tis.trainer.configs",),
+    ("slime_tis.trainer.configs", "slime_tis.trainer.invariant"),
     ("slime_tis.trainer.reporting",),
     ("slime_tis.trainer.stop_signals",),
     ("slime_tis.trainer.storage",),

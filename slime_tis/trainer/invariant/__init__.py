@@ -1,0 +1,1 @@
+"""Operations whose result for a token does not depend on the batch: the kernels of both engines."""
