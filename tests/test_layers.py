@@ -19,6 +19,7 @@ LAYERS = (
         "slime_tis.torch_files",
         "slime_tis.hf_model",
         "slime_tis.console_output",
+        "slime_tis.progress",
         "slime_tis.alarm",
         "slime_tis.hf_directory",
         "slime_tis.hf_hub",

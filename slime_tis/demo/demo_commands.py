@@ -76,7 +76,7 @@ def demo(out: str) -> int:
     run = directory / "run"
     prepare_terminal()
     with _one_thread():
-        model = prepare(data)
+        model = prepare(data, with_progress=True)
     parameters = model["parameters"]
     accuracy = model["accuracy"]
     print(f"{data}: {parameters:,} parameters, greedy accuracy {accuracy:.2f}", flush=True)
@@ -109,7 +109,7 @@ def diagnosis_demo(out: str) -> str:
     checkpoint = str(directory / "checkpoint")
     dump = str(directory / "dump.parquet")
     with _one_thread():
-        prepare(directory, example=EXAMPLE)
+        prepare(directory, example=EXAMPLE, with_progress=True)
         write(Path(dump), _sample_with_penalty(checkpoint))
         page = report([dump], out=str(directory / "report.html"))
         text = diagnosis(dump, hf_checkpoint=checkpoint)

@@ -14,7 +14,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from slime_tis.progress import Progress
+
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 # ids of the special tokens, which begin the vocabulary
 PAD = 0
@@ -46,6 +48,9 @@ MAX_ANSWER_LOSS = 4.0
 """Supervised loss, in nats per answer, below which accuracy is measured."""
 WARMUP_STEPS = 30
 """Steps of linear learning-rate warmup in supervised training."""
+TYPICAL_STEPS = 60
+"""Steps of supervised training until the accuracy is reached, for the progress display; seed 0
+needs 55."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,9 @@ class Example:
         return 2 * self.digits + 44
 
 
-def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict[str, Any]:
+def prepare(
+    out: Path, *, seed: int = 0, example: Example | None = None, with_progress: bool = False
+) -> dict[str, Any]:
     """Creates the directory `out` atomically, and returns the report in `complete.json`."""
     example = example or Example()
     start = time.monotonic()
@@ -84,7 +91,15 @@ def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict
     tokenizer = make_tokenizer(example.max_length)
     model = make_model(example, seed)
     supervised = answered(train[: example.supervised_prompts], tokenizer)
-    results = train_supervised(model, supervised, answered(held_out, tokenizer), example, seed)
+    with Progress("supervised training", TYPICAL_STEPS, shown=with_progress) as progress:
+        results = train_supervised(
+            model,
+            supervised,
+            answered(held_out, tokenizer),
+            example,
+            seed,
+            on_step=progress.update,
+        )
     report = {
         "seed": seed,
         **results,
@@ -200,9 +215,18 @@ def answered(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def train_supervised(
-    model: PreTrainedModel, train: Tensor, held_out: Tensor, example: Example, seed: int
+    model: PreTrainedModel,
+    train: Tensor,
+    held_out: Tensor,
+    example: Example,
+    seed: int,
+    *,
+    on_step: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Trains until both accuracies are reached, and returns them with the number of steps."""
+    """Trains until both accuracies are reached, and returns them with the number of steps.
+
+    `on_step` is called before every step.
+    """
     lowest, highest = example.accuracy
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0
@@ -210,6 +234,7 @@ def train_supervised(
     scale = 1.0
     endless = batches(train, example, seed)
     for step in range(1, example.max_steps + 1):
+        on_step()
         batch = next(endless)
         for group in optimizer.param_groups:
             group["lr"] = example.lr * scale * min(1.0, step / WARMUP_STEPS)

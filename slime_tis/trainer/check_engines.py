@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module
-from tqdm import tqdm
 
 from slime_tis.analysis.diagnosis.causes import CAUSES
 from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagnose
@@ -31,6 +30,7 @@ from slime_tis.analysis.diagnosis.top_tokens import Position, TopTokens, compare
 from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line
+from slime_tis.progress import print_line
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.build import training_sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutEngine
@@ -92,7 +92,7 @@ def show(parallel: Parallel, lines: Sequence[str]) -> None:
         return
     for line in lines:
         stream = sys.stderr if line.startswith("warning") else sys.stdout
-        tqdm.write(line, file=stream)
+        print_line(line, stream)
 
 
 @dataclass(kw_only=True)

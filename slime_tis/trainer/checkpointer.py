@@ -11,6 +11,7 @@ from typing import Any
 from slime_tis.health import HealthState
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.options.fields import flag
+from slime_tis.progress import print_line
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.sample import Sample
@@ -83,7 +84,7 @@ def find_resume_point(
     newest, damages = latest
     if is_main:
         for damage in damages:
-            print(f"warning: passed over {config.load}/{damage}", file=sys.stderr)
+            print_line(f"warning: passed over {config.load}/{damage}", sys.stderr)
     state = read_trainer_state(newest)
     check_options(state.options, options)
     if state.model != model_hash(config):
@@ -143,10 +144,10 @@ class Checkpointer:
             if resumes_there:
                 # a killed run may not have removed them, and this run may never save
                 sharded_checkpoint.remove_older(path, self.run_id, self.config.save_retain)
-            print(f"resumed from {path}, after step {state.step}", flush=True)
+            print_line(f"resumed from {path}, after step {state.step}")
             difference = changed_options(state.options, options)
             if difference:
-                print(f"options changed since then: {difference}", flush=True)
+                print_line(f"options changed since then: {difference}")
 
     def rollouts_in_flight(
         self, path: Path, state: TrainerState, sizes: ModelSizes
@@ -162,7 +163,7 @@ class Checkpointer:
         if different:
             if is_main:
                 flags = ", ".join(map(flag, different))
-                print(f"rollouts in flight are sampled again: {flags} changed", flush=True)
+                print_line(f"rollouts in flight are sampled again: {flags} changed")
             return []
         batches = load_batches(path / IN_FLIGHT, len(state.in_flight), sizes)
         if not is_main:  # as after sampling, rank 0 has the experts

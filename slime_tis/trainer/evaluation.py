@@ -8,6 +8,7 @@ from itertools import chain, groupby
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.hf_directory import ModelSizes
+from slime_tis.progress import watched
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, mark_failed_samples
 from slime_tis.trainer.configs.eval_config import EvalSet
 from slime_tis.trainer.configs.rollout import RolloutConfig
@@ -57,6 +58,8 @@ class Evaluation:
     engine: TrainingEngine
     build_engine: Callable[[], RolloutEngine]
     """Builds the engine that answers, at the first evaluation."""
+    shows_progress: bool = False
+    """Whether this process shows the progress."""
     generate: GenerateFunction | None = None
     """The user's function that makes the answers; None lets the engine answer."""
     first_accuracy: float = math.nan
@@ -146,7 +149,9 @@ class Evaluation:
             function=function,
             concurrency=self.config.generate_concurrency,
         )
-        groups = answers.result()
+        title = f"answers of {held_out.name}"
+        with watched(title, lambda: answers.progress, shown=self.shows_progress):
+            groups = answers.result()
         if function is not None:
             mark_failed_samples(groups)
         assign_rewards(groups, self.reward)

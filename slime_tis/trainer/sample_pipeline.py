@@ -8,17 +8,15 @@
 
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from tqdm import tqdm
 
 from slime_tis.hf_directory import ModelSizes
+from slime_tis.progress import print_line, watched
 from slime_tis.trainer.agents.custom_generate import mark_failed_samples, retokenized_message
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.cli.train_options import Arguments
@@ -34,8 +32,6 @@ from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished
 from slime_tis.trainer.rollout.rollout_metrics import pass_rates, rollout_metrics
 
 Groups = list[list[Sample]]
-PROGRESS_INTERVAL = 0.5
-"""Seconds between two updates of the progress bar, and before it appears."""
 
 
 @dataclass(kw_only=True)
@@ -153,12 +149,15 @@ class SampleSource:
         """Yields batches with rewards, endlessly; dynamic sampling takes as many as it needs."""
         shown = self.is_main and self.arguments.reporting.progress
         while True:
-            with self.timer("generate"), shown_progress(self.prefetcher.progress, shown=shown):
+            with (
+                self.timer("generate"),
+                watched("responses", self.prefetcher.progress, shown=shown),
+            ):
                 groups = self.prefetcher.next(rollout_id, self.num_rollout - 1)
             if self.arguments.rollout.custom_generate_function_path is not None:
                 failures = mark_failed_samples(groups)
                 if failures is not None and self.is_main:
-                    tqdm.write(f"warning: rollout {rollout_id}: {failures}", file=sys.stderr)
+                    print_line(f"warning: rollout {rollout_id}: {failures}", sys.stderr)
                 self._warn_about_retokenized(rollout_id, groups)
             with self.timer("reward"):
                 assign_rewards(groups, self.reward)
@@ -168,7 +167,7 @@ class SampleSource:
         """Warns about the first retokenized sample of the run; later ones are only in metrics."""
         message = retokenized_message(groups)
         if message is not None and self.is_main and not self.has_warned:
-            tqdm.write(f"warning: rollout {rollout_id}: {message}", file=sys.stderr)
+            print_line(f"warning: rollout {rollout_id}: {message}", sys.stderr)
             self.has_warned = True
 
 
@@ -278,36 +277,3 @@ def require_sampling_masks(path: str, groups: Sequence[Sequence[Sample]]) -> Non
             " --rollout-top-p and --rollout-top-k if sampling was not truncated, or add"
             " --allow-truncation-bias."
         )
-
-
-@contextmanager
-def shown_progress(progress: Callable[[], tuple[int, int]], *, shown: bool) -> Iterator[None]:
-    """Shows a bar of responses while the caller waits inside the block.
-
-    A separate thread redraws the bar, only on a terminal.
-
-    Args:
-        progress: Returns the numbers of finished and of all responses.
-        shown: False to show nothing.
-    """
-    if not shown:
-        yield
-        return
-    over = threading.Event()
-
-    def watch() -> None:
-        bar = tqdm(desc="responses", unit="", leave=False, delay=PROGRESS_INTERVAL, disable=None)
-        with bar:
-            while not over.wait(PROGRESS_INTERVAL):
-                bar.n, bar.total = progress()
-                bar.refresh()
-                # With a delay, tqdm thinks that the bar was never drawn, and does not erase it.
-                bar.delay = 0
-
-    thread = threading.Thread(target=watch, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

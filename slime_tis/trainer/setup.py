@@ -27,6 +27,7 @@ from slime_tis.hf_directory import (
 from slime_tis.options.fields import flag
 from slime_tis.policy.config import needs_old_log_probs, old_policy_name
 from slime_tis.policy.custom_loss import ObjectiveFunctions
+from slime_tis.progress import print_line
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
@@ -530,6 +531,7 @@ def build_evaluation(
         config=config,
         engine=weights.learner.engine,
         build_engine=answering_engine,
+        shows_progress=process.parallel.is_main and process.arguments.reporting.progress,
         generate=generate,
     )
 
@@ -559,14 +561,13 @@ def report_settings(process: Process, engine: TrainingEngine) -> None:
         return
     budget = engine.token_budget
     if budget is not None and budget.reason is not None:
-        print(f"micro-batches: {budget}", flush=True)
+        print_line(f"micro-batches: {budget}")
     if process.arguments.megatron.share_prompts is None and not engine.shares_prompts:
-        print(f"shared prompts: off ({engine.no_shared_prompts})", flush=True)
+        print_line(f"shared prompts: off ({engine.no_shared_prompts})")
     selected = process.arguments.megatron.selected_weights
     if selected is not None:
         option, _ = selected
         trained, total = engine.parameter_counts()
-        print(
-            f"trained weights: {trained:,} of {total:,} parameters on rank 0 ({flag(option)})",
-            flush=True,
+        print_line(
+            f"trained weights: {trained:,} of {total:,} parameters on rank 0 ({flag(option)})"
         )

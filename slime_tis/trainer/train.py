@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from slime_tis.errors import RunStopped
+from slime_tis.progress import print_line
 from slime_tis.trainer.check_engines import show
 from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.evaluation import is_due
@@ -149,7 +148,7 @@ def report(run: Run, rows: Sequence[dict[str, float]], last_step: int) -> None:
         run.reporters.log(row | health, step)
         if run.process.parallel.is_main:
             for message in messages:
-                tqdm.write(f"warning: step {step}: {message}", file=sys.stderr)
+                print_line(f"warning: step {step}: {message}", sys.stderr)
 
 
 def position(run: Run) -> Position:
@@ -185,9 +184,9 @@ def finish(run: Run) -> None:
         run.checkpointer.check_weights()
         written = save_hf(directory, run.learner.engine)
         if written is not None and written != Path(directory).resolve():
-            print(
+            print_line(
                 f"warning: {directory} contains other files by now; the policy is at {written}",
-                file=sys.stderr,
+                sys.stderr,
             )
     evaluation = run.evaluation
     if evaluation.is_overdue:
@@ -196,4 +195,4 @@ def finish(run: Run) -> None:
         # the run was resumed after its last rollout
         evaluation(run.learner.step, run.rollout_id)
     if run.process.parallel.is_main and evaluation.prompts:
-        print(evaluation.summary, flush=True)
+        print_line(evaluation.summary)

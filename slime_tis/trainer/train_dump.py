@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable
@@ -23,6 +22,7 @@ from slime_tis.errors import first_line
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.response_tokens import turns_of
 from slime_tis.policy.token_record import TokenRecord
+from slime_tis.progress import print_line
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 
 MAX_QUEUED_ROLLOUTS = 2
@@ -102,7 +102,7 @@ class TrainDump:
             message = (
                 f"warning: --save-debug-train-data: {path} was not written: {first_line(error)}."
             )
-            tqdm.write(message, file=sys.stderr)
+            print_line(message, sys.stderr)
 
 
 def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:

@@ -3,15 +3,14 @@
 import logging
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from slime_tis.errors import NonFiniteGradient, RunStopped
+from slime_tis.progress import use_lock_of_this_process
 from slime_tis.trainer.cli.file_checks import held_outputs
 from slime_tis.trainer.cli.train_arguments import describe
 from slime_tis.trainer.cli.train_options import Arguments
@@ -105,12 +104,8 @@ def saving_before_stopping(run: Run) -> Iterator[None]:
 
 
 def prepare_terminal() -> None:
-    """Silences remarks of libraries, and gives tqdm a lock of this process.
-
-    tqdm's default lock is a semaphore shared with forked processes. A forked process that is killed
-    during `print` would hold it forever, and the run would wait at its next line.
-    """
-    tqdm.set_lock(threading.RLock())
+    """Silences remarks of libraries, and prepares the progress display."""
+    use_lock_of_this_process()
     for name in ("megatron", "transformers", "torch"):
         warnings.filterwarnings("ignore", module=rf"{name}\.")
         logging.getLogger(name).setLevel(logging.ERROR)

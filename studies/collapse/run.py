@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.provenance import machine
 from examples.tables import write_rows
 from slime_tis.atomic_files import write_atomically
+from slime_tis.progress import print_line, tracked
 from slime_tis.trainer.cli.train_arguments import configure
 from studies.collapse.cases import Case, Grid, Study
 from studies.collapse.report import draw, table
@@ -64,13 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     found: list[Row] = []
     try:
-        for row in run_all(cases, options.runs, options.jobs):
+        finished = run_all(cases, options.runs, options.jobs)
+        for row in tracked(finished, "runs", len(cases)):
             found.append(row)
             rows[row.key] = row
             write_rows(
                 options.results, Row, sorted(rows.values(), key=lambda row: grid.position(row.key))
             )
-            print(f"{len(found)}/{len(cases)}  {summary_line(row)}", flush=True)
+            print_line(f"{len(found)}/{len(cases)}  {summary_line(row)}")
     except KeyboardInterrupt:
         print("interrupted; the same command resumes the study.", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -153,7 +155,7 @@ def run_all(cases: Sequence[Case], runs: Path, jobs: int) -> Iterator[Row]:
                 try:
                     yield future.result()
                 except RuntimeError as error:
-                    print(f"error: {error}", file=sys.stderr, flush=True)
+                    print_line(f"error: {error}", sys.stderr)
         finally:
             for future in futures:
                 future.cancel()

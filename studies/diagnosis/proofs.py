@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, with_prompt
 from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.progress import print_line, tracked
 
 DATA = Path("data/sort_digits")
 SAMPLES, RESPONSE = 48, 11
@@ -146,9 +147,10 @@ def main(chosen: list[str]) -> None:
     prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"] for row in rows]
     table = hypotheses(model, prompt=max(map(len, prompts)))
     print("| planted | named | share that disappears | proven | runner-up |\n|---|---|---|---|---|")
-    for name, value in PLANTED.items():
-        if chosen and name not in chosen:
-            continue
+    planted = PLANTED
+    if chosen:
+        planted = {name: value for name, value in PLANTED.items() if name in chosen}
+    for name, value in tracked(planted.items(), "proofs", len(planted)):
         _, proof = prove(dump(model, prompts, table[name], value), str(checkpoint))
         best = proof.explanations[0]
         others = [each for each in proof.explanations[1:] if each.name not in proof.rivals]
@@ -159,7 +161,7 @@ def main(chosen: list[str]) -> None:
             "yes" if proof.is_proven else "by its noise" if proof.is_noise else "no",
             f"{others[0].name}, {others[0].share:.0%}" if others else "",
         )
-        print(f"| {' | '.join(row)} |", flush=True)
+        print_line(f"| {' | '.join(row)} |")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from examples.tables import write_rows
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.main import train
+from slime_tis.progress import print_line, tracked
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local import local_engine as local
 from slime_tis.trainer.engines.rollout_engine import WeightSource
@@ -410,20 +411,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    worlds, rows = Worlds(), []
+    chosen = []
     for seed in options.seeds:
         for case, fault in cases(seed):
-            dump = case.path(options.dumps).with_suffix("")
-            if case.fault not in options.faults or (options.only_there and not dump.exists()):
-                continue
-            if not dump.exists():
-                run(worlds.get(seed, case.family), fault, case.strength, dump)
-            rows.append(row_of(case, fault, read(dump)))
-            print(
-                f"{seed} {case.fault} {STRENGTHS[case.strength]}: {rows[-1].found},"
-                f" {rows[-1].second}",
-                flush=True,
-            )
+            is_there = case.path(options.dumps).with_suffix("").exists()
+            if case.fault in options.faults and (is_there or not options.only_there):
+                chosen.append((case, fault))
+    worlds = Worlds()
+    rows = []
+    for case, fault in tracked(chosen, "runs", len(chosen)):
+        dump = case.path(options.dumps).with_suffix("")
+        if not dump.exists():
+            run(worlds.get(case.seed, case.family), fault, case.strength, dump)
+        row = row_of(case, fault, read(dump))
+        rows.append(row)
+        strength = STRENGTHS[case.strength]
+        print_line(f"{case.seed} {case.fault} {strength}: {row.found}, {row.second}")
     if options.results:
         write_rows(options.results, Row, rows)
     print(report(rows))

@@ -19,6 +19,7 @@ from examples.tables import write_rows
 from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.files import parquet_tables, write
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.progress import Progress, print_line
 from studies.diagnosis.faults import FAULTS, HEALTHY, healthy
 from studies.diagnosis.world import World, make_world
 
@@ -83,11 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     torch.set_num_threads(1)
     rows = []
-    for seed in options.seeds:
-        for case, table in tables(seed, options.strengths, options.dumps):
-            rows.append(examine(case, table))
-        right = sum(row.right for row in rows if row.seed == seed)
-        print(f"seed {seed}: {right} of {sum(row.seed == seed for row in rows)} right", flush=True)
+    count = sum(len(list(cases(seed, options.strengths))) for seed in options.seeds)
+    with Progress("dumps", count) as progress:
+        for seed in options.seeds:
+            for case, table in tables(seed, options.strengths, options.dumps):
+                rows.append(examine(case, table))
+                progress.update()
+            right = sum(row.right for row in rows if row.seed == seed)
+            seen = sum(row.seed == seed for row in rows)
+            print_line(f"seed {seed}: {right} of {seen} right")
     if options.results:
         write_rows(options.results, Row, rows)
     print(summary(rows, {fault: cause for fault, (cause, _, _) in FAULTS.items()}))

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2C
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report.report_commands import diagnosis
+from slime_tis.progress import Progress, print_line
 
 PAD, BOS, EOS, ASK, CALL, DONE, ANSWER, PLUS, SYSTEM = range(9)
 DIGIT, WORD, WORDS = 10, 20, 60
@@ -711,19 +712,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     grades: list[Grade] = []
-    with tempfile.TemporaryDirectory() as folder:
+    chosen = []
+    for number, (names, kind) in enumerate(cases()):
+        if not options.faults or {*names} & {*options.faults}:
+            chosen.append((number, names, kind))
+    total = len(chosen) * len(options.seeds)
+    with tempfile.TemporaryDirectory() as folder, Progress("dumps", total) as progress:
         for seed in options.seeds:
             world = make_world(seed, Path(folder) / str(seed))
-            for number, (names, kind) in enumerate(cases()):
-                if options.faults and not {*names} & {*options.faults}:
-                    continue
+            for number, names, kind in chosen:
                 path = Path(folder) / f"{seed}_{number}.parquet"
                 dump(world, rows_of(world, names, random.Random(1000 * seed + number)), path)
                 for with_checkpoint in (False,) if options.without_checkpoint else (False, True):
                     each = ask(world, path, names, kind, with_checkpoint)
                     grades.append(each)
-                    print(each, flush=True)
+                    print_line(str(each))
                 path.unlink()
+                progress.update()
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with options.results.open("w", newline="") as lines:
         writer = csv.DictWriter(lines, list(vars(grades[0])))

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from examples.tables import read_rows, write_rows
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.atomic_files import atomic_file
+from slime_tis.progress import tracked
 from studies.collapse.report import LOOKS, replace_table
 from studies.gradient_bias.estimators import (
     ENUMERABLE,
@@ -123,9 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     cases = list(itertools.product(CORRELATIONS, LENGTHS, SIGMAS, ESTIMATORS))
-    write_rows(
-        options.table, Point, tqdm(points(cases), total=len(cases), unit="points", mininterval=5)
-    )
+    write_rows(options.table, Point, tracked(points(cases), "points", len(cases)))
     print(options.table)
 
 

@@ -33,6 +33,7 @@ from trl import GRPOConfig
 
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.integrations.trl import RolloutCorrectionMixin
+from slime_tis.progress import print_line, tracked
 from studies.live_alarms.faults import ANSWERS_PER_PROMPT, FAULTS, HEALTHY, Case
 
 WORDS = ["<pad>", "<eos>", "<unk>", *map(str, range(20))]
@@ -280,19 +281,21 @@ def main(arguments: Sequence[str]) -> None:
     logging.getLogger("martingale").propagate = False
     logging.getLogger("slime_tis").propagate = False
     world = World(options.hidden_size, options.layers, options.learning_rate)
-    rows = []
+    chosen = []
     for seed in options.seeds:
         for kind, cases in (("fault", FAULTS), ("healthy", HEALTHY)):
             for name, case in cases.items():
-                if options.only not in name:
-                    continue
-                start = time.process_time()
-                with tempfile.TemporaryDirectory() as directory:
-                    alarms = watch(case, world, seed, Path(directory))
-                seconds = time.process_time() - start
-                found = [f"{alarm.program}:{alarm.name}@{alarm.step}" for alarm in alarms]
-                print(f"{kind} {seed} {name} ({seconds:.1f} s): {' '.join(found)}", flush=True)
-                rows.append({"kind": kind, "case": name, "seed": seed, "alarms": " ".join(found)})
+                if options.only in name:
+                    chosen.append((seed, kind, name, case))
+    rows = []
+    for seed, kind, name, case in tracked(chosen, "runs", len(chosen)):
+        start = time.process_time()
+        with tempfile.TemporaryDirectory() as directory:
+            alarms = watch(case, world, seed, Path(directory))
+        seconds = time.process_time() - start
+        found = [f"{alarm.program}:{alarm.name}@{alarm.step}" for alarm in alarms]
+        print_line(f"{kind} {seed} {name} ({seconds:.1f} s): {' '.join(found)}")
+        rows.append({"kind": kind, "case": name, "seed": seed, "alarms": " ".join(found)})
     with options.results.open("w", newline="") as file:
         columns = ["kind", "case", "seed", "alarms"]
         writer = csv.DictWriter(file, columns, lineterminator="\n")

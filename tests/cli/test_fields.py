@@ -327,7 +327,7 @@ def test_help_of_what_if_at_every_position(argv, capsys):
 
 def test_help_shows_both_forms_of_a_switch_that_is_on():
     text = " ".join(build_parser().format_help().split())
-    assert "--progress, --no-progress Progress bar, if stderr is a terminal. (default: on)" in text
+    assert "--progress, --no-progress One line on stderr" in text
     assert "--no-use-tis" not in text
 
 

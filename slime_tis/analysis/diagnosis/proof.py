@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from slime_tis.analysis.diagnosis.engine_rules import MIN_SIGN_SHARE
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
@@ -31,6 +30,7 @@ from slime_tis.analysis.diagnosis.rescore import (
 from slime_tis.analysis.diagnosis.search import TINY, Measured, Search
 from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.progress import Progress
 
 MIN_SAMPLES = 8
 """Smallest number of samples for a search."""
@@ -131,7 +131,7 @@ def prove(
         others: Other checkpoints of the run, adapters, or a draft model, which the rollout engine
             may have.
         device: Device of torch that the models are loaded to.
-        with_progress: Whether to print the size of the search, and a bar in a terminal, to stderr.
+        with_progress: Whether to print the size of the search, and to show the progress.
 
     Returns:
         The errors of both engines, and the proof.
@@ -185,7 +185,7 @@ def explain_disagreement(
         others: Tensors of other weights that the rollout engine may have, or other models. The
             keys name them in the answer.
         tokenizer: A tokenizer of transformers, for faults of the chat template.
-        with_progress: Whether to print the size of the search, and a bar in a terminal, to stderr.
+        with_progress: Whether to print the size of the search, and to show the progress.
 
     Returns:
         The errors of both engines, and the proof; `Proof.sentence` is the answer in words.
@@ -197,7 +197,7 @@ def explain_disagreement(
     if not isinstance(table, TokenTable):
         table = TokenTable.from_parts(table, {"temperature": temperature})
     score: Scorer = HfScorer(scorer) if isinstance(scorer, torch.nn.Module) else scorer
-    rescored = rescore(table, score)
+    rescored = rescore(table, score, with_progress=with_progress)
     search = Search(table, score, rescored.step, rescored.engine, tokenizer)
     search.add(others or {})
     precisions = (
@@ -213,7 +213,7 @@ def explain_disagreement(
 
 @contextmanager
 def _progress(search: Search) -> Iterator[None]:
-    """Prints the size of a search to stderr, and shows a bar in a terminal."""
+    """Prints the size of a search to stderr, and shows the progress."""
     sample = search.inputs[search.fitted[0]]
     start = time.perf_counter()
     with torch.inference_mode():
@@ -227,9 +227,8 @@ def _progress(search: Search) -> Iterator[None]:
         file=sys.stderr,
         flush=True,
     )
-    # disable=None shows the bar only in a terminal.
-    with tqdm(total=work, unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
-        search.scorer.on_tokens = bar.update
+    with Progress("scoring again", work, unit="tokens") as progress:
+        search.scorer.on_tokens = progress.update
         yield
 
 

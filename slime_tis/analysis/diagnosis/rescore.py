@@ -20,6 +20,7 @@ from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line, quoted, quoted_path
 from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_model import load_causal_lm
+from slime_tis.progress import Progress
 
 SAMPLES_PER_STEP = 6
 """Number of samples of the first step, and of the last step, that are scored again."""
@@ -105,11 +106,16 @@ class HfScorer:
         return logits
 
 
-def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
+def rescore(table: TokenTable, scorer: Scorer, *, with_progress: bool = False) -> Rescored:
     """Scores a few samples again with the weights that sampled them.
 
     The initial checkpoint of a training run fits its first step, and an exported checkpoint fits
     the last step.
+
+    Args:
+        table: The dump.
+        scorer: The reference.
+        with_progress: Whether to show the progress on stderr.
 
     Raises:
         ValueError: The dump lacks tokens or prompts, fits another model, or has only long samples.
@@ -127,10 +133,13 @@ def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
                 " sampled."
             )
     scored = []
-    for step, chosen in _chosen(table):
-        rescored = _compare(table, scorer, step, chosen)
-        if rescored is not None:
-            scored.append(rescored)
+    steps = _chosen(table)
+    total = sum(len(chosen) for _, chosen in steps)
+    with Progress("comparing samples", total, shown=with_progress) as progress:
+        for step, chosen in steps:
+            rescored = _compare(table, scorer, step, chosen, progress)
+            if rescored is not None:
+                scored.append(rescored)
     if not scored:
         raise ValueError(
             "no sample of the dump has log-probs of both engines and a prompt of at most"
@@ -266,7 +275,11 @@ def _largest(table: TokenTable, samples: NDArray[np.int64], mean: NDArray[np.flo
 
 @torch.inference_mode()
 def _compare(
-    table: TokenTable, scorer: Scorer, step: int | None, chosen: Sequence[int]
+    table: TokenTable,
+    scorer: Scorer,
+    step: int | None,
+    chosen: Sequence[int],
+    progress: Progress,
 ) -> Rescored | None:
     """Returns the errors on the chosen samples; None if they have no valid tokens."""
     assert table.token is not None and table.prompt is not None
@@ -284,6 +297,7 @@ def _compare(
         reference = log_probs.gather(1, ids[len(prompt) :, None])[:, 0].numpy()[valid]
         train.append(np.abs(table.policy_log_prob[rows][valid] - reference))
         rollout.append(np.abs(table.rollout_log_prob[rows][valid] - reference))
+        progress.update()
     tokens = sum(len(errors) for errors in train)
     if not tokens:
         return None

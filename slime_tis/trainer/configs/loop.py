@@ -182,7 +182,8 @@ class ReportingConfig:
     prometheus_port: Annotated[int | None, Limits(ge=1, le=65_535)] = reporting_option(None)
     """Port on 127.0.0.1 that serves the last step's metrics to Prometheus."""
     progress: bool = reporting_option(True)
-    """Progress bar, if stderr is a terminal."""
+    """One line on stderr with the remaining time, if it is a terminal; elsewhere a line per minute
+    of a rollout."""
 
     def __post_init__(self) -> None:
         check_fields(self)

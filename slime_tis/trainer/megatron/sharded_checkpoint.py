@@ -30,6 +30,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from slime_tis.progress import print_line
 from slime_tis.torch_files import UnsafeFile
 from slime_tis.trainer.megatron.checkpoint_reader import (
     SafeCommonStrategy,
@@ -215,7 +216,7 @@ def remove_older(newest: Path, run: str, retain: int) -> None:
         files.sweep(newest.parent)
         files.prune(newest, run, retain)
     except OSError as error:
-        print(f"warning: an earlier checkpoint could not be removed: {error}", file=sys.stderr)
+        print_line(f"warning: an earlier checkpoint could not be removed: {error}", sys.stderr)
 
 
 def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from slime_tis.atomic_files import METRICS, metrics_before, write_atomically
 from slime_tis.health import METRIC_PREFIXES
+from slime_tis.progress import Progress, print_line
 from slime_tis.trainer.configs.loop import ReportingConfig
 from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_directory
 from slime_tis.trainer.reporting.trackers import TRACKERS, RunInfo, Tracker, without_secrets
@@ -121,28 +119,28 @@ class JsonLines:
 
 
 class Console:
-    """One readable line per step on stdout; below it a progress bar if stderr is a terminal."""
+    """One readable line per step on stdout; below it the progress if stderr is a terminal."""
 
     def __init__(self, total_steps: int, resume_step: int = 0, progress: bool = True) -> None:
         self._total = total_steps
-        disable = not (progress and sys.stderr.isatty())
-        self._bar = tqdm(
-            total=total_steps,
+        # Without a terminal, the lines of the steps are the progress.
+        self._progress = Progress(
+            "steps",
+            total_steps,
             initial=max(resume_step - 1, 0),
-            unit="step",
-            disable=disable,
-            leave=False,
+            shown=progress,
+            with_lines=False,
+            delay=0.0,
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Prints the line of a step."""
-        tqdm.write(format_step(metrics, step, self._total), file=sys.stdout)
-        sys.stdout.flush()
-        self._bar.update(max(step - self._bar.n, 0))
+        print_line(format_step(metrics, step, self._total))
+        self._progress.move_to(max(step, self._progress.done))
 
     def close(self) -> None:
-        """Removes the bar."""
-        self._bar.close()
+        """Removes the progress."""
+        self._progress.close()
 
 
 class TensorBoard:

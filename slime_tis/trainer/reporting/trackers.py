@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.errors import first_line
+from slime_tis.progress import print_line
 from slime_tis.trainer.configs.loop import ReportingConfig
 from slime_tis.trainer.configs.sglang import SECRET_FLAG
 
@@ -195,10 +196,10 @@ class Tracker:
             call()
         except Exception as error:
             if not self._failed:
-                print(
+                print_line(
                     f"warning: {self._name} does not get all metrics: {first_line(error)};"
                     " metrics.jsonl has them.",
-                    file=sys.stderr,
+                    sys.stderr,
                 )
             self._failed = True
 
