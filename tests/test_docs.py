@@ -146,11 +146,11 @@ def test_commands_on_the_sglang_page_are_accepted(task):
         block for block in blocks("sglang.md", "") if block.startswith("python train.py")
     ]
     found = [
-        configure(shlex.split(task + line.split("…")[1]), {}).sglang
+        configure(shlex.split(task + line.split("…")[1]), {}).servers["sglang"]
         for line in commands.splitlines()
     ]
-    assert [config.sglang_launch for config in found] == [1, None, None]
-    assert found[0].sglang_server_args == ("--mem-fraction-static", "0.8")
+    assert [config.launch for config in found] == [1, None, None]
+    assert found[0].server_args == ("--mem-fraction-static", "0.8")
     assert len(found[1].server_urls) == 2 and found[2].router_url == "http://10.0.0.4:8000"
 
 

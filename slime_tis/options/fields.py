@@ -173,8 +173,12 @@ def field_docs(config: type) -> dict[str, str]:
     return docs
 
 
-def check_fields(config: object) -> None:
+def check_fields(config: object, *, prefix: str = "") -> None:
     """Checks a dataclass's values against the annotations of the fields.
+
+    Args:
+        config: The dataclass.
+        prefix: Beginning of the flags in messages, as `sglang` in `--sglang-url`.
 
     Raises:
         ValueError: A value has another type, or is outside the limits.
@@ -187,7 +191,7 @@ def check_fields(config: object) -> None:
         if field.is_list:
             items = value
         for item in items:
-            _check_item(name, field, item)
+            _check_item(f"{prefix}_{name}" if prefix else name, field, item)
 
 
 def flag(name: str) -> str:

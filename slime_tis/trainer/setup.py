@@ -349,7 +349,7 @@ def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDum
     if pattern is None:
         return None
     rollout = arguments.rollout
-    rollout_precision = None  # SGLang's servers may choose their precision themselves
+    rollout_precision = None  # Servers may choose their precision themselves
     if rollout.rollout_engine == "local":
         rollout_precision = rollout.rollout_precision
     moe = moe_sizes(load_config(arguments.megatron.hf_checkpoint))
@@ -401,7 +401,7 @@ def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> Rollo
         device=process.parallel.device,
         check_interrupts=process.interrupts.check,
     )
-    sampler = build_engine(arguments.rollout, arguments.sglang, data.tokenizer, host)
+    sampler = build_engine(arguments.rollout, arguments.servers, data.tokenizer, host)
     process.close_at_end(sampler)
     return sampler
 
@@ -426,7 +426,7 @@ def build_engine_check(
         sampler=weights.sampler,
         prompts=data.dataset.prompts,
         path=Path(arguments.reporting.output_dir) / "engine_check.pt",
-        repeats=rollout.rollout_engine == "sglang",
+        repeats=rollout.rollout_engine != "local",
     )
 
 

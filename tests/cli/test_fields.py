@@ -95,7 +95,7 @@ LANDINGS = [
             " --sglang-dtype=float32"
         ),
         "sglang",
-        "sglang_server_args",
+        "server_args",
         ("--tp-size", "2", "--disable-x", "--dtype=float32"),
     ),
     ("", "loop", "global_batch_size", 32),
@@ -116,7 +116,9 @@ LANDINGS = [
     ("flags", "section", "field", "value"), LANDINGS, ids=[row[0] or "none" for row in LANDINGS]
 )
 def test_values_of_several_options(base, flags, section, field, value):
-    got = getattr(getattr(configured(base + flags), section), field)
+    arguments = configured(base + flags)
+    config = arguments.servers.get(section) or getattr(arguments, section)
+    got = getattr(config, field)
     assert got == value and type(got) is type(value)
 
 

@@ -162,7 +162,7 @@ def test_none_unsets_a_list(base, flags):
 
 def test_none_unsets_a_text(base):
     got = configured(base + "--rollout-engine sglang --sglang-url none --sglang-launch 1")
-    assert got.sglang.sglang_url is None
+    assert got.servers["sglang"].url is None
 
 
 def test_none_takes_a_number_back_to_its_default(base):

@@ -89,9 +89,9 @@ def gsm8k(files: dict[str, str]) -> Arguments:
 
 
 def test_gsm8k_starts_two_servers(gsm8k):
-    assert gsm8k.sglang.sglang_python == sys.executable
-    assert gsm8k.sglang.sglang_launch == 2
-    assert gsm8k.sglang.sglang_server_args[:2] == ("--tp-size", "2")
+    assert gsm8k.servers["sglang"].python == sys.executable
+    assert gsm8k.servers["sglang"].launch == 2
+    assert gsm8k.servers["sglang"].server_args[:2] == ("--tp-size", "2")
 
 
 def test_gsm8k_corrects_a_rollout_ahead(gsm8k):
@@ -139,15 +139,15 @@ def test_the_mixture_is_corrected(with_servers):
 
 def test_all_gpus_train_if_servers_run_elsewhere(with_servers):
     assert with_servers.megatron.expert_model_parallel_size == 8
-    assert with_servers.sglang.sglang_url == tuple(SERVERS.split())
+    assert with_servers.servers["sglang"].url == tuple(SERVERS.split())
 
 
 def test_one_machine_trains_on_half_of_its_gpus(mixture):
     flags = command_line(MIXTURE, "--lr", "1e-7", TRAIN_GPUS="4", **mixture)
     arguments = configure(flags, torchrun(4))
     assert arguments.megatron.expert_model_parallel_size == 4
-    assert arguments.sglang.sglang_launch == 2
-    first_server = arguments.sglang.sglang_server_args[:4]
+    assert arguments.servers["sglang"].launch == 2
+    first_server = arguments.servers["sglang"].server_args[:4]
     assert first_server == ("--tp-size", "2", "--base-gpu-id", "4")
 
 
@@ -168,8 +168,8 @@ def test_several_machines(files):
         **files,
     )
     arguments = configure(flags, torchrun(16))
-    assert arguments.sglang.sglang_url == tuple(SERVERS.split())
-    assert arguments.sglang.sglang_sync_address == "10.0.0.1"
+    assert arguments.servers["sglang"].url == tuple(SERVERS.split())
+    assert arguments.servers["sglang"].sync_address == "10.0.0.1"
     assert arguments.loop.num_rollout == 7
 
 
@@ -220,8 +220,8 @@ def test_slurm_runs_the_recipe_of_several_machines(slurm_script, files, tmp_path
     }
     flags = command_line("examples/clusters/slurm.sbatch", **slurm, **files)
     arguments = configure(flags, torchrun(8 * slurm_script.trainers))
-    assert arguments.sglang.sglang_url == ("http://node3:30000", "http://node4:30000")
-    assert arguments.sglang.sglang_sync_address == "node1"
+    assert arguments.servers["sglang"].url == ("http://node3:30000", "http://node4:30000")
+    assert arguments.servers["sglang"].sync_address == "node1"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.rpartition("/")[2] for script in SCRIPTS])
@@ -272,8 +272,8 @@ def test_kubernetes_runs_the_recipe_of_several_machines(kubernetes, files):
     script, *flags = container["command"][1:] + container["args"]
     line = command_line(script, *flags, **environment | files)
     arguments = configure(line, torchrun(8 * int(environment["NODES"])))
-    assert arguments.sglang.sglang_url == tuple(environment["SERVERS"].split())
-    assert len(arguments.sglang.sglang_url) == 2
+    assert arguments.servers["sglang"].url == tuple(environment["SERVERS"].split())
+    assert len(arguments.servers["sglang"].url) == 2
 
 
 @pytest.fixture

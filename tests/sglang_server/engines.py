@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import server_config
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
@@ -62,12 +62,12 @@ def engine_with_weights(
         weights: Source for servers that lost theirs; the reference's by default.
         sampling: Sampling parameters whose features the servers must have.
         push: Whether the weights are sent as version 0.
-        **options: Fields of SGLangConfig.
+        **options: Fields of ServerConfig.
     """
     if servers:
-        options["sglang_url"] = tuple(server.url for server in servers)
+        options["url"] = tuple(server.url for server in servers)
     # The tests' models need several buckets of 1 MiB.
-    config = SGLangConfig(**{"sglang_bucket_mb": 1, **options})
+    config = server_config("sglang", **{"bucket_mb": 1, **options})
     host = EngineHost(
         hf_checkpoint=checkpoint,
         weights=weights or reference.named_tensors,

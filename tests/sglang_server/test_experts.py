@@ -173,7 +173,7 @@ def test_log_probs_follow_updates_within_moe_responses(
 @pytest.fixture(scope="module")
 def disk_rollout(moe: ServedModel, prompts: list[Prompt]) -> list[Sample]:
     """Responses after an update over the disk."""
-    with moe.engine(sampling=LONG, sglang_weight_sync="disk", push=False) as engine:
+    with moe.engine(sampling=LONG, weight_sync="disk", push=False) as engine:
         engine.update_weights(moe.other_reference.named_tensors, 1)
         return flat(engine.generate(prompts[:4], SHORT, seed=2))
 

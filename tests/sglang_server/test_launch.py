@@ -89,7 +89,7 @@ def refusal_of_a_wrong_key(model: ServedModel, url: str, environment: pytest.Mon
     with (
         pytest.raises(ValueError) as error,
         engine_with_weights(
-            model.checkpoint, model.reference, directory=model.directory, sglang_url=(url,)
+            model.checkpoint, model.reference, directory=model.directory, url=(url,)
         ),
     ):
         pass
@@ -113,11 +113,11 @@ def launch(
     directory = tmp_path_factory.mktemp("launch")
     log = directory / "sglang_0.log"
     options: dict[str, Any] = {
-        "sglang_launch": 1,
-        "sglang_python": str(PYTHON),
-        "sglang_server_args": ("--config", str(FLAGS), "--dtype", "float32"),
-        "sglang_base_port": free_port(),
-        "sglang_log_dir": str(directory),
+        "launch": 1,
+        "python": str(PYTHON),
+        "server_args": ("--config", str(FLAGS), "--dtype", "float32"),
+        "base_port": free_port(),
+        "log_dir": str(directory),
     }
     launch = Launch()
     before = children()
@@ -242,7 +242,7 @@ class GatewayRun:
 def gateway_run(request: pytest.FixtureRequest, checkpoint: Path, directory: Path) -> GatewayRun:
     log = directory / f"gateway_{request.param}.log"
     with fake_servers(2) as servers, running_gateway(request.param, servers, log) as port:
-        router = {"sglang_url": None, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port}
+        router = {"url": None, "router_ip": "127.0.0.1", "router_port": port}
         run = Run(servers, checkpoint, **router)
         try:
             run.update(2)

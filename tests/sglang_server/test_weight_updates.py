@@ -34,7 +34,7 @@ def updates(
     # 2 to 7: versions count optimizer steps, and need not be consecutive.
     references = {1: model.other_reference, 2: model.reference, 7: model.other_reference}
     results = []
-    with model.engine(sglang_weight_sync=request.param) as engine:
+    with model.engine(weight_sync=request.param) as engine:
         for version, reference in references.items():
             engine.update_weights(reference.named_tensors, version)
             log_probs = engine.prompt_log_probs(prompts[5].token_ids)
@@ -84,7 +84,7 @@ def updated_rollout(
     request: pytest.FixtureRequest, model: ServedModel, prompts: list[Prompt]
 ) -> list[Sample]:
     """Responses during which the weights are updated twice."""
-    with model.engine(sglang_weight_sync=request.param) as engine:
+    with model.engine(weight_sync=request.param) as engine:
         pending = engine.submit(prompts, LONG, seed=0)
         for version in (1, 2):
             wait_for_decoding(model.server.log)
@@ -120,7 +120,7 @@ def test_weights_of_an_earlier_run_sample_nothing(
 ) -> None:
     with model.engine() as earlier:
         earlier.update_weights(model.other_reference.named_tensors, 12)
-    with model.engine(sglang_weight_sync=transport, push=False) as engine:
+    with model.engine(weight_sync=transport, push=False) as engine:
         groups = engine.generate(prompts, Sampling(max_response_len=8), seed=0)
     for sample in flat(groups):
         assert set(sample.weight_versions) == {0}

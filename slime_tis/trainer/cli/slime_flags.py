@@ -10,6 +10,7 @@ from slime_tis.errors import quoted
 from slime_tis.hf_directory import FAMILIES, Family
 from slime_tis.options.flags import Flag
 from slime_tis.options.values import SWITCHES, nearest, similar
+from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
 
 MAX_FLAGS = 200
 """Unknown flags that one message examines."""
@@ -524,10 +525,11 @@ def _judge(
     advice = advice_for(name)
     if advice is not None:
         return 2, f"{name} is not supported: {advice}."
-    # SGLang has hundreds of flags, so any unknown name may be a flag of its servers.
-    if name.startswith("--sglang-") and similar(name, known) is None:
-        advice = "add --rollout-engine sglang --sglang-launch N"
-        return 2, f"{name} is a flag of SGLang servers; {advice}."
+    # Servers have hundreds of flags, so any unknown name may be one of theirs.
+    engine = name[2:].partition("-")[0]
+    if engine in SERVER_ENGINES and similar(name, known) is None:
+        advice = f"add --rollout-engine {engine} --{engine}-launch N"
+        return 2, f"{name} is a flag of {SERVER_ENGINES[engine].title} servers; {advice}."
     return 3, f"{quoted(name)[1:-1]} is not a flag; {nearest(name, known)}"
 
 

@@ -50,7 +50,8 @@ from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, FLAGS, OP
 from slime_tis.trainer.configs.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
 from slime_tis.trainer.configs.megatron import MegatronConfig, read_environment
 from slime_tis.trainer.configs.rollout import RolloutConfig
-from slime_tis.trainer.configs.sglang import PREFIX, SGLangConfig, check_server_args
+from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
+from slime_tis.trainer.configs.servers import ServerConfig, check_server_args, server_config
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
@@ -103,8 +104,8 @@ def configure(
     options = merge_sources(COMMAND_LINE, given)
     with naming_sources(options):
         arguments = _build_arguments(options)
-        if arguments.rollout.rollout_engine == "sglang":
-            arguments.sglang.check_has_servers()
+        if arguments.rollout.rollout_engine != "local":
+            arguments.servers[arguments.rollout.rollout_engine].check_has_servers()
         check_correction(arguments)
     world_size = read_environment(environ).world_size
     check_arguments(arguments)
@@ -132,13 +133,23 @@ def _build_arguments(options: Mapping[str, Given]) -> Arguments:
         policy=build(PolicyConfig, options),
         megatron=build(MegatronConfig, options),
         rollout=rollout,
-        sglang=build(SGLangConfig, options),
+        servers={engine: _build_servers(engine, options) for engine in SERVER_ENGINES},
         loop=_resolve_steps(rollout, loop),
         reporting=build(ReportingConfig, options),
         custom_tis_function_path=build(CodeConfig, options).custom_tis_function_path,
         namespace=argparse.Namespace(),
         user_options=user_options(options),
     )
+
+
+def _build_servers(engine: str, options: Mapping[str, Given]) -> ServerConfig:
+    """Builds the config of an engine's servers from the options with its prefix."""
+    values = {}
+    for field in dataclasses.fields(ServerConfig):
+        given = options.get(f"{engine}_{field.name}")
+        if given is not None:
+            values[field.name] = given.value
+    return server_config(engine, **values)
 
 
 def _with_local_models(megatron: MegatronConfig) -> MegatronConfig:
@@ -168,6 +179,9 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
         if dataclasses.is_dataclass(config):
             for field in dataclasses.fields(config):
                 values[field.name] = getattr(config, field.name)
+    for engine, servers in arguments.servers.items():
+        for field in dataclasses.fields(servers):
+            values[f"{engine}_{field.name}"] = getattr(servers, field.name)
     values["custom_tis_function_path"] = arguments.custom_tis_function_path
     ordered = {}
     for name in OPTIONS:
@@ -282,27 +296,28 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Flag
     words, overrides = split_words(build_parser(prog), argv)
     names = {item.name for item in words}
     # A YAML file, which is read later, may have sglang_launch.
-    may_launch = "--sglang-launch" in names or "--custom-config-path" in names
+    engines = list(SERVER_ENGINES)
+    if "--custom-config-path" not in names:
+        engines = [engine for engine in engines if f"--{engine}-launch" in names]
     known: list[Flag] = []
     unknown: list[Flag] = []
-    server_args: list[str] = []
+    server_args: dict[str, list[str]] = {}
     for item in words:
+        engine = item.name[2:].partition("-")[0]
         if item.name in FLAGS or not item.name:
             known.append(item)
-        elif may_launch and item.name.startswith(PREFIX) and item.name not in RENAMED:
-            server_args += [f"--{item.word.removeprefix(PREFIX)}", *item.following]
+        elif engine in engines and item.name not in RENAMED:
+            word = f"--{item.word.removeprefix(f'--{engine}-')}"
+            server_args.setdefault(engine, []).extend([word, *item.following])
         else:
             unknown.append(item)
     _refuse_unknown(unknown, _peek_at_model(known))
-    if server_args:
-        check_server_args(server_args)
+    for engine, args in server_args.items():
+        check_server_args(engine, args)
     flags = read_flags(COMMAND_LINE, known, overrides)
-    if server_args:
-        flags.given["sglang_server_args"] = Given(
-            value=tuple(server_args),
-            label=flag("sglang_server_args"),
-            source=Source.COMMAND_LINE,
-        )
+    for engine, args in server_args.items():
+        name = f"{engine}_server_args"
+        flags.given[name] = Given(value=tuple(args), label=flag(name), source=Source.COMMAND_LINE)
     return flags, unknown
 
 

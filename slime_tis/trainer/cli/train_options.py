@@ -16,7 +16,8 @@ from slime_tis.trainer.cli.slime_flags import value_advice
 from slime_tis.trainer.configs.loop import LoopConfig, ReportingConfig
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.configs.rollout import RolloutConfig
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
+from slime_tis.trainer.configs.servers import ServerConfig, server_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class Arguments:
     policy: PolicyConfig
     megatron: MegatronConfig
     rollout: RolloutConfig
-    sglang: SGLangConfig
+    servers: Mapping[str, ServerConfig]
+    """Servers by the name of their engine, for each of SERVER_ENGINES."""
     loop: LoopConfig
     reporting: ReportingConfig
     custom_tis_function_path: str | None
@@ -45,7 +47,6 @@ CONFIGS = (
     PolicyConfig,
     MegatronConfig,
     RolloutConfig,
-    SGLangConfig,
     LoopConfig,
     ReportingConfig,
 )
@@ -53,7 +54,7 @@ CONFIGS = (
 TITLES = (
     "model and data",
     "rollout",
-    "SGLang servers",
+    *(f"{entry.title} servers" for entry in SERVER_ENGINES.values()),
     "sampling",
     "rewards",
     "evaluation",
@@ -73,6 +74,8 @@ TITLES = (
 def _declare() -> dict[str, Option]:
     """Returns the options in the order of --help."""
     options = list(declare_options(CONFIGS).values())
+    for engine in SERVER_ENGINES:
+        options += server_options(engine).values()
     # Stable: within a group, options keep the order of their fields.
     options.sort(key=lambda option: TITLES.index(option.group))
     declared = {}

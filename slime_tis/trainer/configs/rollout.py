@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import permutations
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from slime_tis.errors import quoted
 from slime_tis.options.fields import Limits, check_fields, option
 from slime_tis.trainer.configs.eval_config import EvalSet, read_eval_config
-from slime_tis.trainer.configs.sglang import normalized_url
+from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
+from slime_tis.trainer.configs.servers import normalized_url
 
 data_option = partial(option, group="model and data")
 rollout_option = partial(option, group="rollout")
@@ -59,11 +60,17 @@ BOXED = "boxed_"
 """Prefix of a name: scores the content of the response's last \\boxed{}."""
 
 
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[("local", *SERVER_ENGINES)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """The source of prompts, and how responses are sampled and scored."""
 
-    rollout_engine: Literal["local", "sglang"] = rollout_option("local")
+    rollout_engine: EngineName = rollout_option("local")
     """Sampler: transformers in the training process, or SGLang servers over HTTP."""
     rollout_precision: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"] = rollout_option(
         "fp32", needs=("--rollout-engine=local",)
@@ -84,7 +91,10 @@ class RolloutConfig:
     """Optimizer steps between measurements of the mismatch with and without replay; unset: none."""
     weight_update_rounding: Rounding = rollout_option(
         "nearest",
-        needs=(*(f"--rollout-precision={name}" for name in REDUCED), "--rollout-engine=sglang"),
+        needs=(
+            *(f"--rollout-precision={name}" for name in REDUCED),
+            *(f"--rollout-engine={name}" for name in SERVER_ENGINES),
+        ),
     )
     """Rounding to the rollout engine's precision; stochastic transmits small updates, too."""
     update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(1)
@@ -266,9 +276,11 @@ class RolloutConfig:
             raise ValueError(
                 "--allow-truncation-bias has no effect without --rollout-top-p or --rollout-top-k."
             )
-        if self.routing_replay_weights and self.rollout_engine == "sglang":
+        if self.routing_replay_weights and self.rollout_engine != "local":
+            title = SERVER_ENGINES[self.rollout_engine].title
             raise ValueError(
-                "--routing-replay-weights needs --rollout-engine local: SGLang returns no weights."
+                "--routing-replay-weights needs --rollout-engine local:"
+                f" {title} returns no weights."
             )
         if self.prompt_data is None and self.needs_prompt_data:
             raise ValueError("--prompt-data is unset but required; add --prompt-data FILE.")
@@ -427,9 +439,10 @@ def _check_partial_rollout(config: RolloutConfig) -> None:
                 " remove it."
             )
         return
-    if config.rollout_engine != "sglang":
+    if config.rollout_engine == "local":
+        engines = " or ".join(SERVER_ENGINES)
         raise ValueError(
-            "--partial-rollout needs --rollout-engine sglang: the local engine decodes whole"
+            f"--partial-rollout needs --rollout-engine {engines}: the local engine decodes whole"
             " batches."
         )
     if size is None or size == batch:

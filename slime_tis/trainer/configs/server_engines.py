@@ -1,5 +1,6 @@
 """The engines that sample on servers, by their name in `--rollout-engine`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -8,15 +9,34 @@ class ServerEngineEntry:
     """One engine whose servers answer over HTTP."""
 
     title: str
-    """The engine's name in messages."""
+    """The engine's name in messages and in --help."""
     api: str
     """Class of its HTTP API, a `slime_tis.trainer.engines.servers.api.ServerApi`."""
+    defaults: Mapping[str, object]
+    """Defaults of options of `ServerConfig` that differ from engine to engine."""
+    absent: tuple[str, ...] = ()
+    """Options of `ServerConfig` that the engine does not have."""
+    own_flags: Mapping[str, str]
+    """Server flags that the run sets itself, and what to do instead."""
 
 
 SERVER_ENGINES = {
     "sglang": ServerEngineEntry(
         title="SGLang",
         api="slime_tis.trainer.engines.sglang.sglang_api:SGLangApi",
+        defaults={
+            "api_key_env": "SGLANG_API_KEY",
+            "admin_api_key_env": "SGLANG_ADMIN_API_KEY",
+        },
+        own_flags={
+            "api-key": "put the key into the environment variable that --sglang-api-key-env names",
+            "admin-api-key": (
+                "put the key into the environment variable that --sglang-admin-api-key-env names"
+            ),
+            "model-path": "servers get the --hf-checkpoint",
+            "host": "servers listen on this machine alone",
+            "port": "choose the first of the ports with --sglang-base-port",
+        },
     ),
 }
 """The table of server engines; CONTRIBUTING has the recipe for another one."""

@@ -1,5 +1,6 @@
 """Builds the rollout engine and the sampling settings that the options ask for."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,25 +8,25 @@ from transformers import PreTrainedTokenizerBase
 
 from slime_tis.trainer.configs.eval_config import EvalSet
 from slime_tis.trainer.configs.rollout import RolloutConfig
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutEngine
 
 
 def build_engine(
     config: RolloutConfig,
-    sglang: SGLangConfig,
+    servers: Mapping[str, ServerConfig],
     tokenizer: PreTrainedTokenizerBase,
     host: EngineHost,
 ) -> RolloutEngine:
     """Builds the engine that `--rollout-engine` names."""
     # Imported here, because each engine has dependencies that the other does not need.
-    if config.rollout_engine == "sglang":
+    if config.rollout_engine != "local":
         from slime_tis.trainer.engines.servers.server_engine import ServerEngine
         from slime_tis.trainer.engines.servers.server_group import ServerSettings
 
         settings = ServerSettings(
-            config=sglang,
+            config=servers[config.rollout_engine],
             sampling=training_sampling(config),
             allow_truncation_bias=config.allow_truncation_bias,
             rounding=config.weight_update_rounding,

@@ -18,7 +18,7 @@ from typing import Any
 from slime_tis.errors import first_line
 from slime_tis.progress import print_line
 from slime_tis.trainer.configs.loop import ReportingConfig
-from slime_tis.trainer.configs.sglang import SECRET_FLAG
+from slime_tis.trainer.configs.servers import SECRET_FLAG
 
 PROJECT = "slime_tis"
 """Project of runs without --wandb-project or --tracker-project."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import server_config
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost
@@ -39,7 +39,9 @@ def with_clients(servers, work, *keys, **options):
     """Runs a coroutine with a client of each server."""
 
     async def run():
-        client = make_client(API.user_endpoints, *keys)
+        flags = ("--sglang-api-key-env", "--sglang-admin-api-key-env")
+        given = dict.fromkeys(flags) | dict(zip(flags, keys, strict=False))
+        client = make_client(given, API.user_endpoints)
         async with client.session:
             clients = [
                 Server(server.url, client, API, **{"timeout": 10.0, **options})
@@ -96,13 +98,14 @@ class ByHand:
 
 def make_engine(checkpoint, weights, **options):
     """An engine with short timeouts; `options` are fields of EngineHost, ServerSettings and
-    SGLangConfig."""
+    ServerConfig with the prefix sglang_."""
     tokenizer = options.pop("tokenizer", None) or load_tokenizer(checkpoint)
     host = {
         name: options.pop(name) for name in ("weights_version", "output_dir") if name in options
     }
-    config = SGLangConfig(
-        **{name: options.pop(name) for name in list(options) if name.startswith("sglang_")}
+    given = [name for name in options if name.startswith("sglang_")]
+    config = server_config(
+        "sglang", **{name.removeprefix("sglang_"): options.pop(name) for name in given}
     )
     return ServerEngine(
         ServerSettings(config=config, **{"timeouts": QUICK, **options}),

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+from slime_tis.trainer.configs.servers import server_config
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.servers.api import GenerateRequest
 from slime_tis.trainer.engines.servers.client import Keys, Server, make_client
 from slime_tis.trainer.engines.servers.errors import RequestRefused, ServerError
+from slime_tis.trainer.engines.servers.server_group import router_workers
 from slime_tis.trainer.engines.sglang.sglang_api import control
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
 from tests.rollout.sglang.rollouts import with_clients
@@ -36,6 +38,10 @@ def ask(
     return with_clients(
         [fake], lambda servers: use(servers[0]), *keys, **{"abort_timeout": 5.0, **options}
     )
+
+
+async def workers_of(router: Server) -> tuple[str, ...]:
+    return await router_workers(router, server_config("sglang"))
 
 
 def request(max_new_tokens: int = 1000, request_id: str = "r1") -> GenerateRequest:
@@ -234,7 +240,7 @@ def test_requests_accept_no_compression(two_keys: list[dict[str, str]]) -> None:
 )
 def test_a_key_that_cannot_be_sent_is_refused_unseen(key: str) -> None:
     with pytest.raises(ValueError, match="--sglang-api-key-env") as caught:
-        make_client((), key)
+        make_client({"--sglang-api-key-env": key}, ())
     assert key not in str(caught.value)
 
 
@@ -243,7 +249,7 @@ def test_the_servers_of_a_router_are_listed_once(fake: FakeSGLang) -> None:
     fake.replies["/workers"] = [
         (200, {"workers": [{"id": "1", "url": url} for url in urls], "total": 3})
     ]
-    assert ask(fake, Server.worker_urls) == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
+    assert ask(fake, workers_of) == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
 
 
 WORKERS = {
@@ -266,7 +272,7 @@ def test_a_router_that_names_no_servers_is_refused(
 ) -> None:
     fake.replies["/workers"] = [(status, body)]
     with pytest.raises(ValueError, match=message):
-        ask(fake, Server.worker_urls)
+        ask(fake, workers_of)
 
 
 REDACTED = {
@@ -280,8 +286,8 @@ REDACTED = {
 
 @pytest.mark.parametrize(("text", "redacted"), REDACTED.values(), ids=REDACTED)
 def test_keys_are_redacted(text: str, redacted: str) -> None:
-    assert Keys("0123456789").redacted(text) == redacted
+    assert Keys({"--sglang-api-key-env": "0123456789"}).redacted(text) == redacted
 
 
 def test_a_run_without_keys_redacts_nothing() -> None:
-    assert Keys().redacted("0123456789") == "0123456789"
+    assert Keys({"--sglang-api-key-env": None}).redacted("0123456789") == "0123456789"

@@ -2,31 +2,31 @@
 
 import pytest
 
-from slime_tis.trainer.configs.sglang import SGLangConfig, is_loopback, normalized_url
+from slime_tis.trainer.configs.servers import is_loopback, normalized_url, server_config
 
 SECRET = "hunter2-secret"
 
 
 def test_defaults_name_no_server():
-    config = SGLangConfig()
+    config = server_config("sglang")
     assert config.server_urls == ()
     assert config.router_url is None
 
 
 def test_a_run_without_servers_is_refused():
     with pytest.raises(ValueError, match="no server is named"):
-        SGLangConfig().check_has_servers()
+        server_config("sglang").check_has_servers()
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("SGLANG_API_KEY", SECRET)
-    assert SGLangConfig(sglang_launch=1).api_key == SECRET
+    assert server_config("sglang", launch=1).keys["--sglang-api-key-env"] == SECRET
 
 
 def test_the_key_is_not_shown(monkeypatch):
     monkeypatch.setenv("SGLANG_API_KEY", SECRET)
-    config = SGLangConfig(sglang_launch=1)
-    assert config.api_key == SECRET
+    config = server_config("sglang", launch=1)
+    assert config.keys["--sglang-api-key-env"] == SECRET
     assert SECRET not in repr(config)
 
 
@@ -36,39 +36,39 @@ def test_another_variable_without_a_value_is_no_key(value, monkeypatch):
     monkeypatch.delenv("OTHER_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("OTHER_KEY", value)
-    assert SGLangConfig(sglang_api_key_env="OTHER_KEY").api_key is None
+    assert server_config("sglang", api_key_env="OTHER_KEY").keys["--sglang-api-key-env"] is None
 
 
 def test_a_key_instead_of_its_variable_is_refused():
     with pytest.raises(ValueError, match="not the key") as refusal:
-        SGLangConfig(sglang_api_key_env=SECRET)
+        server_config("sglang", api_key_env=SECRET)
     assert SECRET not in str(refusal.value)
 
 
 REFUSED = {
     "two sources": (
-        {"sglang_url": ("http://a:1",), "sglang_launch": 2},
+        {"url": ("http://a:1",), "launch": 2},
         "--sglang-url is http://a:1 and --sglang-launch is 2; servers come from one source",
     ),
-    "one URL twice": ({"sglang_url": ("http://a:1", "http://A:1/")}, "names http://a:1 2 times"),
+    "one URL twice": ({"url": ("http://a:1", "http://A:1/")}, "names http://a:1 2 times"),
     "a router without a port": (
-        {"sglang_router_ip": "10.0.0.1"},
+        {"router_ip": "10.0.0.1"},
         "--sglang-router-ip is 10.0.0.1 and --sglang-router-port None; give both",
     ),
     "sync address of all": (
-        {"sglang_sync_address": "0.0.0.0"},
+        {"sync_address": "0.0.0.0"},
         "is '0.0.0.0' but must be an address that servers reach",
     ),
     "a flag of the run": (
-        {"sglang_launch": 1, "sglang_server_args": ("--tp-size", "2", "--port=1")},
+        {"launch": 1, "server_args": ("--tp-size", "2", "--port=1")},
         "has --port, which the run sets itself; choose the first of the ports",
     ),
     "a key under a short form": (
-        {"sglang_launch": 1, "sglang_server_args": ("--api", SECRET)},
+        {"launch": 1, "server_args": ("--api", SECRET)},
         "has --api, which the run sets itself",
     ),
     "a password": (
-        {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password", SECRET)},
+        {"launch": 1, "server_args": ("--ssl-keyfile-password", SECRET)},
         (
             "has --ssl-keyfile-password, but a secret would be seen in the list of processes, in"
             " config.yaml and in reports; put it into an environment variable and name that:"
@@ -76,11 +76,11 @@ REFUSED = {
         ),
     ),
     "a token": (
-        {"sglang_launch": 1, "sglang_server_args": ("--hf-token", SECRET)},
+        {"launch": 1, "server_args": ("--hf-token", SECRET)},
         "--sglang-hf-token-env VARIABLE",
     ),
     "a password for a variable": (
-        {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", SECRET)},
+        {"launch": 1, "server_args": ("--ssl-keyfile-password-env", SECRET)},
         (
             "has --ssl-keyfile-password-env, but what follows is not the name of an environment"
             " variable"
@@ -88,13 +88,13 @@ REFUSED = {
     ),
     "a variable that is not set": (
         {
-            "sglang_launch": 1,
-            "sglang_server_args": ("--ssl-keyfile-password-env", "NO_SUCH_VARIABLE"),
+            "launch": 1,
+            "server_args": ("--ssl-keyfile-password-env", "NO_SUCH_VARIABLE"),
         },
         "the environment variable NO_SUCH_VARIABLE is not set; set it to the secret.",
     ),
     "a URL that steers": (
-        {"sglang_url": ("http://a\x1b[2J:1",)},
+        {"url": ("http://a\x1b[2J:1",)},
         r"--sglang-url is 'http://a\x1b[2J:1' but must be http://HOST:PORT",
     ),
 }
@@ -103,7 +103,7 @@ REFUSED = {
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
 def test_impossible_options_are_refused(given, message):
     with pytest.raises(ValueError) as refusal:
-        SGLangConfig(**given)
+        server_config("sglang", **given)
     assert message in str(refusal.value)
     assert str(refusal.value).endswith(".")
     assert SECRET not in str(refusal.value)
@@ -119,8 +119,8 @@ NORMALIZED_URLS = {
 
 @pytest.mark.parametrize(("url", "normalized"), NORMALIZED_URLS.items(), ids=NORMALIZED_URLS)
 def test_urls_are_normalized(url, normalized):
-    assert normalized_url(url) == normalized
-    assert SGLangConfig(sglang_url=(url,)).server_urls == (normalized,)
+    assert normalized_url(url, "--sglang-url") == normalized
+    assert server_config("sglang", url=(url,)).server_urls == (normalized,)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_urls_are_normalized(url, normalized):
     ids=["IPv4", "IPv6"],
 )
 def test_the_url_of_a_router(ip, url):
-    assert SGLangConfig(sglang_router_ip=ip, sglang_router_port=3000).router_url == url
+    assert server_config("sglang", router_ip=ip, router_port=3000).router_url == url
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.0.1", "localhost", "[::1]"])
@@ -156,8 +156,8 @@ def test_addresses_of_other_machines(host):
     ids=lambda flags: flags[0],
 )
 def test_other_flags_of_servers_pass(flags):
-    config = SGLangConfig(sglang_launch=1, sglang_server_args=flags)
-    assert config.sglang_server_args == flags
+    config = server_config("sglang", launch=1, server_args=flags)
+    assert config.server_args == flags
 
 
 REFUSED_URLS_KEEP_SECRETS = {
@@ -173,5 +173,5 @@ REFUSED_URLS_KEEP_SECRETS = {
 @pytest.mark.parametrize("url", REFUSED_URLS_KEEP_SECRETS.values(), ids=REFUSED_URLS_KEEP_SECRETS)
 def test_refused_urls_keep_secrets(url):
     with pytest.raises(ValueError, match=r"^--sglang-url") as refusal:
-        SGLangConfig(sglang_url=(url,))
+        server_config("sglang", url=(url,))
     assert SECRET not in str(refusal.value)

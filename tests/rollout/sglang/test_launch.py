@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import ServerConfig, server_config
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.servers import launch
 from slime_tis.trainer.engines.servers.api import served_model
@@ -99,8 +99,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def launched_servers(log_dir: Path, *flags: str, count: int = 1, **options: Any) -> LaunchedServers:
     port = 21000 + os.getpid() % 4000 * 2
-    settings = {"sglang_startup_timeout": 30.0, "sglang_base_port": port, **options}
-    config = SGLangConfig(sglang_launch=count, sglang_server_args=flags or None, **settings)
+    settings = {"startup_timeout": 30.0, "base_port": port, **options}
+    config = server_config("sglang", launch=count, server_args=flags or None, **settings)
     return LaunchedServers(config, SGLangApi(model=MODEL), log_dir)
 
 
@@ -270,7 +270,7 @@ def test_an_early_death_quotes_the_end_of_the_log(servers, tmp_path):
 
 
 def test_a_server_that_is_not_healthy_in_time_is_reported(servers):
-    started = servers("--unwell", "60", sglang_startup_timeout=1.0)
+    started = servers("--unwell", "60", startup_timeout=1.0)
     message = (
         r"is not up after --sglang-startup-timeout 1 s; its log .* (ends: server_args=|is empty)"
     )
@@ -280,7 +280,7 @@ def test_a_server_that_is_not_healthy_in_time_is_reported(servers):
 
 def test_a_python_that_does_not_run_is_reported(servers):
     with pytest.raises(RolloutUnavailable, match="does not run"):
-        servers(sglang_python="/no/python").start()
+        servers(python="/no/python").start()
 
 
 def test_a_server_that_dies_is_restarted(servers, tmp_path):
@@ -317,7 +317,7 @@ class Restarts:
 
 @pytest.fixture(scope="module")
 def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
-    started = launched_servers(tmp_path_factory.mktemp("logs"), sglang_startup_timeout=60.0)
+    started = launched_servers(tmp_path_factory.mktemp("logs"), startup_timeout=60.0)
     try:
         started.start()
         now = time.monotonic()
@@ -372,7 +372,7 @@ def test_a_server_that_ignores_sigterm_is_killed(servers, monkeypatch):
 
 def start_and_wait(packages: Path, log_dir: Path, url: Connection) -> None:
     os.environ["PYTHONPATH"] = str(packages)
-    config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
+    config = server_config("sglang", launch=1, base_port=29000, server_args=("--family",))
     launched = LaunchedServers(config, SGLangApi(model=MODEL), log_dir)
     launched.start()
     url.send(launched.urls[0])
@@ -389,21 +389,25 @@ def test_servers_end_with_this_program(packages, tmp_path):
     wait_until_gone(server["pid"])
 
 
+def launching(base_port: int, count: int) -> ServerConfig:
+    return server_config("sglang", base_port=base_port, launch=count or None)
+
+
 def test_ports_in_use_are_skipped():
-    first = free_ports(25000, 1)[0]
+    first = free_ports(launching(25000, 1))[0]
     with socket.create_server(("0.0.0.0", first)), socket.create_server(("127.0.0.1", first + 2)):
-        ports = free_ports(first, 2)
+        ports = free_ports(launching(first, 2))
     assert ports[0] == first + 1
     assert ports[1] > first + 2
 
 
 def test_no_ports_are_needed_without_servers():
-    assert free_ports(65535, 0) == []
+    assert free_ports(launching(65535, 0)) == []
 
 
 def test_too_few_free_ports_are_refused():
     with pytest.raises(ValueError, match="--sglang-base-port is 65535"):
-        free_ports(65535, 2)
+        free_ports(launching(65535, 2))
 
 
 def test_an_answer_of_another_program_is_refused(servers):
@@ -446,7 +450,7 @@ def secret_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecretRun]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MY_KEY", "SGLANG_ADMIN_API_KEY", "PASSWORD"):
             patch.setenv(name, f"{SECRET}-{name}")
-        started = launched_servers(directory, *flags, sglang_api_key_env="MY_KEY")
+        started = launched_servers(directory, *flags, api_key_env="MY_KEY")
     try:
         started.start()
         process = started.servers[0].process
@@ -498,7 +502,7 @@ GPUS = {
 
 @pytest.mark.parametrize(("flags", "gpus"), GPUS.values(), ids=GPUS)
 def test_servers_share_the_gpus(flags, gpus):
-    config = SGLangConfig(sglang_launch=3, sglang_server_args=flags or None)
+    config = server_config("sglang", launch=3, server_args=flags or None)
     parser = argparse.ArgumentParser()
     parser.add_argument("--base-gpu-id")
     first_gpus = []
@@ -514,5 +518,5 @@ def test_servers_record_experts_if_they_are_replayed(records_experts, tmp_path):
     family = "qwen3_moe" if records_experts else "qwen3"
     checkpoint = make_checkpoint(tmp_path / "model", family)
     api = SGLangApi(model=served_model(checkpoint, records_experts=records_experts))
-    flags = api.flags(SGLangConfig(sglang_launch=1), index=0, port=1)
+    flags = api.flags(server_config("sglang", launch=1), index=0, port=1)
     assert ("--enable-return-routed-experts" in flags) == records_experts

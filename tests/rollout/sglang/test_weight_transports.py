@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from slime_tis.trainer.configs.sglang import WEIGHT_TRANSPORTS, SGLangConfig
+from slime_tis.trainer.configs.servers import WEIGHT_TRANSPORTS, server_config
 from slime_tis.trainer.engines.rollout_engine import EngineHost
 from slime_tis.trainer.engines.servers.errors import ServerError
 from slime_tis.trainer.engines.servers.update_group import TorchGroup
@@ -38,7 +38,13 @@ def servers():
         yield servers
 
 
-OPTIONS = {"bucket_bytes": 300, "sglang_request_timeout": 60.0, "sglang_sync_address": None}
+OPTIONS = {
+    "engine": "sglang",
+    "flag": server_config("sglang").flag,
+    "bucket_bytes": 300,
+    "request_timeout": 60.0,
+    "sync_address": None,
+}
 
 
 def distributed(**options):
@@ -53,7 +59,7 @@ def make(request, tmp_path, checkpoint):
 
 def on_disk(directory, checkpoint):
     host = EngineHost(hf_checkpoint=checkpoint, weights=dict, output_dir=directory)
-    fields = {**OPTIONS, "sglang_weight_dir": str(directory / "sglang_weights")}
+    fields = {**OPTIONS, "weight_dir": str(directory / "sglang_weights")}
     return lambda **options: DiskSync(SimpleNamespace(**{**fields, **options}), host, [])
 
 
@@ -310,7 +316,7 @@ def test_a_server_that_never_flushes_is_released(servers, status, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["die", "refuse", "hang"])
 def test_a_failure_in_the_middle_affects_no_other_server(servers, fault):
-    weights = distributed(sglang_request_timeout=2.0 if fault == "hang" else 60.0)
+    weights = distributed(request_timeout=2.0 if fault == "hang" else 60.0)
     victim = servers[1]
     victim.bucket_faults = {2: fault}
     names = []
@@ -540,7 +546,7 @@ def test_a_users_directory_keeps_the_newest_weights(tmp_path, checkpoint):
 
 
 def test_temporary_weights_are_removed(tmp_path, checkpoint):
-    weights = on_disk(tmp_path, checkpoint)(sglang_weight_dir=None)
+    weights = on_disk(tmp_path, checkpoint)(weight_dir=None)
     asyncio.run(weights.push([], some_weights(1).items, 1))
     asyncio.run(weights.close())
     assert directories(tmp_path) == []
@@ -550,7 +556,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path, checkpoint):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ValueError, match="cannot be written"):
-        on_disk(tmp_path, checkpoint)(sglang_weight_dir=str(file / "w"))
+        on_disk(tmp_path, checkpoint)(weight_dir=str(file / "w"))
 
 
 HERE = "http://127.0.0.1:1"
@@ -559,7 +565,7 @@ AWAY = "http://10.0.0.9:1"
 
 def disk_transport(directory, urls, **options):
     host = EngineHost(hf_checkpoint=directory, weights=dict, output_dir=directory)
-    config = SGLangConfig(sglang_weight_sync="disk", **options)
+    config = server_config("sglang", weight_sync="disk", **options)
     return pkgutil.resolve_name(WEIGHT_TRANSPORTS["disk"])(config, host, urls)
 
 
@@ -574,4 +580,4 @@ def test_local_servers_need_no_shared_directory(tmp_path):
 
 def test_a_shared_directory_serves_other_machines(tmp_path):
     shared = str(tmp_path / "shared")
-    asyncio.run(disk_transport(tmp_path, [HERE, AWAY], sglang_weight_dir=shared).close())
+    asyncio.run(disk_transport(tmp_path, [HERE, AWAY], weight_dir=shared).close())

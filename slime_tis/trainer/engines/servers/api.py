@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.hf_directory import MoeSizes, load_config, model_sizes, moe_sizes, read_model_config
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.servers.errors import RequestRefused, ServerError
@@ -321,13 +321,13 @@ class ServerApi(Protocol):
     def leave(self, group: UpdateGroup) -> Call[None]:
         """Makes the server's ranks leave the group."""
 
-    def flags(self, config: SGLangConfig, index: int, port: int) -> list[str]:
+    def flags(self, config: ServerConfig, index: int, port: int) -> list[str]:
         """The words behind the module of the `index`-th launched server.
 
         `--NAME-env VARIABLE` hides a secret from lists of processes; see `supervise.py`.
         """
 
-    def environment(self, config: SGLangConfig, index: int) -> dict[str, str]:
+    def environment(self, config: ServerConfig, index: int) -> dict[str, str]:
         """Environment variables of a launched server; they replace this process's."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -19,7 +19,6 @@ from urllib.parse import quote
 import aiohttp
 
 from slime_tis.errors import one_line, quoted
-from slime_tis.trainer.configs.sglang import normalized_url
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.servers.api import BodyFilter, Call, GenerateRequest, ServerApi
@@ -91,24 +90,6 @@ class Server:
         except RequestError as error:
             return error
         return None
-
-    async def worker_urls(self) -> tuple[str, ...]:
-        """Returns the URLs of a router's servers; raises ValueError if they are unknown."""
-        try:
-            workers = await self.call(self.api.workers())
-        except RequestError as error:
-            raise _unknown_workers(str(error)) from None
-        urls: list[str] = []
-        for worker in workers:
-            try:
-                url = normalized_url(worker)
-            except ValueError:
-                raise _unknown_workers(f"{self.url} lists an invalid URL.") from None
-            if url not in urls:
-                urls.append(url)
-        if not urls:
-            raise ValueError(f"the SGLang router at {self.url} has no servers; add some to it.")
-        return tuple(urls)
 
     async def generate(self, request: GenerateRequest) -> tuple[Generation, str | None]:
         """Samples the rest of a response; also says why its experts are unusable.
@@ -183,10 +164,8 @@ class Server:
             f"{url} answered HTTP {status}: {self.quoted(_error_message(content)).rstrip('.')}"
         )
         if status in (401, 403):
-            message += (
-                "; set the variable that --sglang-api-key-env or --sglang-admin-api-key-env names"
-                " to its key"
-            )
+            flags = " or ".join(self.client.keys.flags)
+            message += f"; set the variable that {flags} names to its key"
         if 400 <= status < 500 and status not in RETRIED_STATUS:
             raise RequestRefused(f"{message}.", status)
         raise ServerError(f"{message}.")
@@ -196,20 +175,19 @@ class Keys:
     """Names the key of each endpoint, and removes keys from texts; keys appear nowhere else."""
 
     def __init__(
-        self,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        *,
-        user_endpoints: tuple[str, ...] = (),
+        self, keys: Mapping[str, str | None], user_endpoints: tuple[str, ...] = ()
     ) -> None:
+        """Takes the API key and, if the engine has one, the admin key, by their flags."""
+        self.flags = tuple(keys)
+        values = list(keys.values())
         self._user_endpoints = user_endpoints
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
+        self._api_key = values[0]
+        self._admin_api_key = values[-1]
         self._short: list[str] = []
         """Spellings that are too short for `_parts`, the longest first."""
         self._parts: set[str] = set()
         """Each `MIN_ECHO` consecutive characters of a longer spelling."""
-        for key in (api_key, admin_api_key):
+        for key in values:
             if not key:
                 continue
             for secret in _spellings(key):
@@ -258,15 +236,12 @@ class Client(NamedTuple):
     keys: Keys
 
 
-def make_client(
-    user_endpoints: tuple[str, ...], api_key: str | None = None, admin_api_key: str | None = None
-) -> Client:
+def make_client(keys: Mapping[str, str | None], user_endpoints: tuple[str, ...]) -> Client:
     """Returns a client; call it inside a loop.
 
     Endpoints other than `user_endpoints`, such as those of weights, pauses and aborts, take the
     admin key, or the API key if there is no admin key.
     """
-    keys = {"--sglang-api-key-env": api_key, "--sglang-admin-api-key-env": admin_api_key}
     for flag, key in keys.items():
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
             raise ValueError(
@@ -281,14 +256,7 @@ def make_client(
         auto_decompress=False,
         read_bufsize=READ_BUFFER,
     )
-    return Client(session, Keys(api_key, admin_api_key, user_endpoints=user_endpoints))
-
-
-def _unknown_workers(problem: str) -> ValueError:
-    return ValueError(
-        f"the servers of the SGLang router are unknown: {problem} Check --sglang-router-ip and"
-        " --sglang-router-port, or name the servers with --sglang-url."
-    )
+    return Client(session, Keys(keys, user_endpoints))
 
 
 def _spellings(secret: str) -> set[str]:
@@ -334,7 +302,7 @@ async def _read(
 
 
 def _error_message(body: bytes) -> str:
-    """The server's message, in any form that versions of SGLang and routers use."""
+    """The server's message, in any form that engines and routers use."""
     text = body.decode(errors="replace").strip()
     try:
         message = json.loads(text)

@@ -5,7 +5,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.servers.errors import RequestError, RequestRefused, ServerError
 from slime_tis.trainer.engines.servers.health import HealthMonitor, ServerState
@@ -17,12 +17,12 @@ SERVER_REFUSALS = (401, 403, 404, 405)
 class Dispatcher:
     """Assigns servers to requests in order of arrival; with a router, requests go to the router."""
 
-    def __init__(self, health: HealthMonitor, config: SGLangConfig) -> None:
+    def __init__(self, health: HealthMonitor, config: ServerConfig) -> None:
         """Assigns nothing yet."""
         self.retries = 0
         self.health = health
-        self._concurrency = config.sglang_concurrency
-        self._max_retries = config.sglang_max_retries
+        self._concurrency = config.concurrency
+        self._max_retries = config.max_retries
         self._turn = asyncio.Lock()
 
     @asynccontextmanager

@@ -89,8 +89,13 @@ class HealthMonitor:
         router: Server | None,
         timeouts: Timeouts,
         on_return: Callable[[Server], None],
+        title: str,
     ) -> None:
-        """Begins with all servers down; calls `on_return` for servers without current weights."""
+        """Begins with all servers down; calls `on_return` for servers without current weights.
+
+        `title` is the name of the engine in messages.
+        """
+        self._title = title
         self.states: dict[Server, ServerState] = {}
         for index, server in enumerate(servers):
             self.states[server] = ServerState(server, index=index)
@@ -131,9 +136,9 @@ class HealthMonitor:
             await cancel_and_wait(searches)
         missing = [state for state in states if state.state == "down"]
         if len(missing) == len(states) or self.router in missing:
-            raise RolloutUnavailable(_loss_message(f"answered within {timeout:g} s", missing))
+            raise RolloutUnavailable(self._loss_message(f"answered within {timeout:g} s", missing))
         for state in missing:
-            logger.warning("SGLang server %s does not answer: %s", state.server.url, state.reason)
+            self._warn("does not answer: %s", state, state.reason)
         for state in states:
             self._tasks.start(self._watch(state))
         self._tasks.start(self._watch_for_loss())
@@ -242,7 +247,7 @@ class HealthMonitor:
     def _mark_down(self, state: ServerState, reason: str) -> None:
         if state.state == "down":
             return
-        logger.warning("SGLang server %s is marked down: %s", state.server.url, reason)
+        self._warn("is marked down: %s", state, reason)
         state.state = "down"
         state.reason = reason
         state.since = time.time()
@@ -259,6 +264,9 @@ class HealthMonitor:
             self._mark_down(state, reason)
             self._await_weights(state)
 
+    def _warn(self, message: str, state: ServerState, detail: object) -> None:
+        logger.warning(f"%s server %s {message}", self._title, state.server.url, detail)
+
     def _await_weights(self, state: ServerState) -> None:
         state.state = "needs_weights"
         state.version = -1
@@ -271,9 +279,7 @@ class HealthMonitor:
         if state.was_down:
             state.was_down = False
             self.returns += 1
-            logger.warning(
-                "SGLang server %s is back, with weights %d", state.server.url, state.version
-            )
+            self._warn("is back, with weights %d", state, state.version)
         self.changed.set()
 
     def _probe(self, state: ServerState, reason: str) -> None:
@@ -397,7 +403,7 @@ class HealthMonitor:
                 lost_at = now
             if self.loss is None and now - lost_at >= recovery:
                 text = f"is left, and none came back within {recovery:g} s"
-                self.loss = _loss_message(text, list(self.states.values()))
+                self.loss = self._loss_message(text, list(self.states.values()))
                 self.changed.set()
 
     def _is_hopeful(self) -> bool:
@@ -411,11 +417,12 @@ class HealthMonitor:
                 return True
         return False
 
-
-def _loss_message(text: str, states: Sequence[ServerState]) -> str:
-    servers = []
-    for state in states:
-        since = time.strftime("%H:%M:%S", time.localtime(state.since))
-        servers.append(f"{state.server.url} since {since} ({state.reason.rstrip('.')})")
-    down = "; ".join(servers)
-    return f"no SGLang server {text}: {down}. Start servers again, and resume with --load."
+    def _loss_message(self, text: str, states: Sequence[ServerState]) -> str:
+        servers = []
+        for state in states:
+            since = time.strftime("%H:%M:%S", time.localtime(state.since))
+            servers.append(f"{state.server.url} since {since} ({state.reason.rstrip('.')})")
+        down = "; ".join(servers)
+        return (
+            f"no {self._title} server {text}: {down}. Start servers again, and resume with --load."
+        )

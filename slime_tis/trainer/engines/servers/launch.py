@@ -1,4 +1,4 @@
-"""SGLang servers that a run starts on this machine, watches, restarts and stops."""
+"""Servers that a run starts on this machine, watches, restarts and stops."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import httpx
 import psutil
 
 from slime_tis.errors import one_line
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.servers import supervise
 from slime_tis.trainer.engines.servers.api import HOST, ServerApi
@@ -40,19 +40,19 @@ TORCHRUN_NAMES = (
 class LaunchedServers:
     """The servers of a run, each with a process group, port and log file."""
 
-    def __init__(self, config: SGLangConfig, api: ServerApi, log_dir: str | Path) -> None:
+    def __init__(self, config: ServerConfig, api: ServerApi, log_dir: str | Path) -> None:
         """Starts nothing yet; raises ValueError if too few ports are free."""
         self.restarts = 0
-        self._startup_timeout = config.sglang_startup_timeout
+        self._config = config
         directory = Path(log_dir)
         directory.mkdir(parents=True, exist_ok=True)
         self.servers = []
-        ports = free_ports(config.sglang_base_port, config.sglang_launch or 0)
+        ports = free_ports(config)
         for index, port in enumerate(ports):
-            log = directory / f"sglang_{index}.log"
+            log = directory / f"{config.engine}_{index}.log"
             command = server_command(config, api, index, port, log)
             environment = server_environment(config, api, index)
-            self.servers.append(LaunchedServer(port, command, environment, log))
+            self.servers.append(LaunchedServer(config, port, command, environment, log))
         self.urls = tuple(server.url for server in self.servers)
         """The servers' URLs; restarts keep them."""
 
@@ -60,21 +60,21 @@ class LaunchedServers:
         """Starts all servers and waits until they answer."""
         for server in self.servers:
             server.start()
-        deadline = time.monotonic() + self._startup_timeout
+        deadline = time.monotonic() + self._config.startup_timeout
         waiting = list(self.servers)
         with httpx.Client(trust_env=False, timeout=30.0) as client:
             while waiting:
                 for server in self.servers:
                     if server.status is not None:
                         raise RolloutUnavailable(
-                            f"the SGLang server at {server.url} ended before it was up, with exit"
+                            f"{server.name} ended before it was up, with exit"
                             f" status {server.status}; {server.quoted_log()}"
                         )
                 waiting = [server for server in waiting if not server.is_up(client)]
                 if waiting and time.monotonic() > deadline:
                     raise RolloutUnavailable(
-                        f"the SGLang server at {waiting[0].url} is not up after"
-                        f" --sglang-startup-timeout {self._startup_timeout:g} s;"
+                        f"{waiting[0].name} is not up after {self._config.flag('startup_timeout')}"
+                        f" {self._config.startup_timeout:g} s;"
                         f" {waiting[0].quoted_log()}"
                     )
                 time.sleep(0.2)
@@ -84,7 +84,7 @@ class LaunchedServers:
         messages = []
         for server in self.servers:
             if server.status is not None:
-                messages.append(server.note_end(self._startup_timeout))
+                messages.append(server.note_end())
             elif server.restart_at is not None and time.monotonic() >= server.restart_at:
                 self.restarts += 1
                 server.start()
@@ -107,10 +107,17 @@ class LaunchedServer:
     """A server in a separate process group that ends with this program."""
 
     def __init__(
-        self, port: int, command: list[str], environment: dict[str, str], log: Path
+        self,
+        config: ServerConfig,
+        port: int,
+        command: list[str],
+        environment: dict[str, str],
+        log: Path,
     ) -> None:
         self.port = port
         self.url = f"http://{HOST}:{port}"
+        self.name = f"the {config.entry.title} server at {self.url}"
+        """The server in messages."""
         self.command = command
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0
@@ -118,6 +125,7 @@ class LaunchedServer:
         """Consecutive ends before the startup timeout."""
         self.restart_at: float | None = None
         """Time of the next start; None while the server runs or after the last restart."""
+        self._config = config
         self._environment = environment
         self._log = log
         self._log_start = 0
@@ -139,7 +147,8 @@ class LaunchedServer:
             )
         except OSError as error:
             raise RolloutUnavailable(
-                f"--sglang-python is {self.command[0]!r}, which does not run: {error.strerror}."
+                f"{self._config.flag('python')} is {self.command[0]!r}, which does not run:"
+                f" {error.strerror}."
             ) from error
 
     @property
@@ -170,11 +179,11 @@ class LaunchedServer:
         if self.process.stdin:
             self.process.stdin.close()
 
-    def note_end(self, startup_timeout: float) -> str:
+    def note_end(self) -> str:
         """Schedules the restart of an ended server; returns a message."""
-        ended = f"the SGLang server at {self.url} ended with exit status {self.status}"
+        ended = f"{self.name} ended with exit status {self.status}"
         self.process = None
-        if time.monotonic() - self.started > startup_timeout:
+        if time.monotonic() - self.started > self._config.startup_timeout:
             self.failures = 0
         self.failures += 1
         if self.failures > MAX_RESTARTS:
@@ -197,7 +206,8 @@ class LaunchedServer:
             return self.status is None
         if self.port not in ports:
             raise RolloutUnavailable(
-                f"another program answers at {self.url}; choose another --sglang-base-port."
+                f"another program answers at {self.url}; choose another"
+                f" {self._config.flag('base_port')}."
             )
         return True
 
@@ -226,8 +236,10 @@ class LaunchedServer:
         return f"its log {self._log} ends: {one_line(' | '.join(lines), LOG_BYTES)}"
 
 
-def free_ports(first: int, count: int) -> list[int]:
-    """The first `count` free ports from `first` on; raises ValueError if there are fewer."""
+def free_ports(config: ServerConfig) -> list[int]:
+    """The first free ports for the servers to launch; raises ValueError if there are fewer."""
+    first = config.base_port
+    count = config.launch or 0
     ports: list[int] = []
     for port in range(first, 65536):
         if len(ports) == count:
@@ -239,21 +251,21 @@ def free_ports(first: int, count: int) -> list[int]:
         ports.append(port)
     if len(ports) < count:
         raise ValueError(
-            f"--sglang-base-port is {first} but only {len(ports)} ports from it are free; choose a"
-            " lower one."
+            f"{config.flag('base_port')} is {first} but only {len(ports)} ports from it are free;"
+            " choose a lower one."
         )
     return ports
 
 
 def server_command(
-    config: SGLangConfig, api: ServerApi, index: int, port: int, log: Path
+    config: ServerConfig, api: ServerApi, index: int, port: int, log: Path
 ) -> list[str]:
     """The command line of the `index`-th server; it names variables of keys, not the keys."""
-    python = config.sglang_python or sys.executable
+    python = config.python or sys.executable
     return [python, supervise.__file__, str(log), api.module, *api.flags(config, index, port)]
 
 
-def server_environment(config: SGLangConfig, api: ServerApi, index: int) -> dict[str, str]:
+def server_environment(config: ServerConfig, api: ServerApi, index: int) -> dict[str, str]:
     """The environment without torchrun's variables; the server Python's programs come first."""
     environment = {}
     for name, value in os.environ.items():
@@ -262,7 +274,7 @@ def server_environment(config: SGLangConfig, api: ServerApi, index: int) -> dict
     # Without it, the log of a server that dies lacks its last lines.
     environment["PYTHONUNBUFFERED"] = "1"
     environment |= api.environment(config, index)
-    if config.sglang_python and os.sep in config.sglang_python:
-        programs = os.path.dirname(os.path.abspath(config.sglang_python))
+    if config.python and os.sep in config.python:
+        programs = os.path.dirname(os.path.abspath(config.python))
         environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
     return environment

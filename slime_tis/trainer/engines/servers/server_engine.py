@@ -1,4 +1,4 @@
-"""The rollout engine that samples from SGLang servers over HTTP, in an asyncio loop on rank 0."""
+"""The rollout engine that samples from servers over HTTP, in an asyncio loop on rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.event_loops import CANCELLED, LoopThread
 from slime_tis.trainer.engines.function_requests import Generation, RolloutFunction
@@ -52,7 +51,7 @@ SAFE_POINT_INTERVAL = 1.0
 
 
 class ServerEngine:
-    """Samples with SGLang servers; see `RolloutEngine`."""
+    """Samples with the servers of one engine; see `RolloutEngine`."""
 
     can_checkpoint_weights = False
 
@@ -89,11 +88,11 @@ class ServerEngine:
         config = settings.config
         config.check_has_servers()
         model = served_model(self._host.hf_checkpoint, records_experts=settings.records_experts)
-        api: ServerApi = pkgutil.resolve_name(SERVER_ENGINES["sglang"].api)(model=model)
+        api: ServerApi = pkgutil.resolve_name(config.entry.api)(model=model)
         with ExitStack() as stack:
             launched = None
-            if config.sglang_launch is not None:
-                directory = config.sglang_log_dir or self._host.output_dir
+            if config.launch is not None:
+                directory = config.log_dir or self._host.output_dir
                 launched = LaunchedServers(config, api, directory)
                 stack.callback(launched.stop)
                 launched.start()
@@ -249,11 +248,11 @@ class ServerEngine:
         self._unfinished = groups
 
     def metrics(self) -> dict[str, float]:
-        """rollout/sglang_… counts since the start, on rank 0."""
+        """rollout/ENGINE_… counts since the start, on rank 0."""
         if not self._rank_zero.is_self:
             return {}
-        metrics = self._servers.metrics()
-        return {f"rollout/sglang_{name}": value for name, value in metrics.items()}
+        prefix = f"rollout/{self._settings.config.engine}_"
+        return {prefix + name: value for name, value in self._servers.metrics().items()}
 
     def save_weights(self, directory: Path) -> None:
         """Writes nothing: checkpoints do not contain the servers' weights."""

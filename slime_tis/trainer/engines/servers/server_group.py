@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from slime_tis.trainer.configs.rollout import Rounding
-from slime_tis.trainer.configs.sglang import WEIGHT_TRANSPORTS, SGLangConfig
+from slime_tis.trainer.configs.servers import WEIGHT_TRANSPORTS, ServerConfig, normalized_url
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import (
@@ -45,7 +45,7 @@ RESTART_INTERVAL = 1.0
 class ServerSettings:
     """The servers of a run and their required features."""
 
-    config: SGLangConfig
+    config: ServerConfig
     sampling: Sampling | None = None
     """How training samples are drawn: whether servers must record experts or report sampling
     masks."""
@@ -87,13 +87,13 @@ class ServerGroup:
     async def connect(self) -> None:
         """Waits for servers; raises RolloutUnavailable without any, ValueError if they refuse."""
         config = self._settings.config
-        client = make_client(self.api.user_endpoints, config.api_key, config.admin_api_key)
+        client = make_client(config.keys, self.api.user_endpoints)
         # The stack closes in reverse order: requests end before their servers and connections.
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(client.session)
 
             def server_at(url: str) -> Server:
-                server = Server(url, client, self.api, config.sglang_request_timeout)
+                server = Server(url, client, self.api, config.request_timeout)
                 stack.push_async_callback(server.close)
                 return server
 
@@ -102,7 +102,7 @@ class ServerGroup:
                 urls = self._launched.urls
             elif config.router_url is not None:
                 router = server_at(config.router_url)
-                urls = await router.worker_urls()
+                urls = await router_workers(router, config)
             else:
                 urls = config.server_urls
             servers = [server_at(url) for url in urls]
@@ -113,20 +113,21 @@ class ServerGroup:
             self.health = HealthMonitor(
                 servers,
                 router,
-                self._settings.timeouts or Timeouts(recovery=config.sglang_recovery_timeout),
+                self._settings.timeouts or Timeouts(recovery=config.recovery_timeout),
                 lambda returned: self._tasks.start(self._restore(returned)),
+                config.entry.title,
             )
             stack.push_async_callback(self.health.close)
             self.dispatcher = Dispatcher(self.health, config)
             stack.push_async_callback(self._end_tasks)
-            await self.health.start(config.sglang_startup_timeout)
+            await self.health.start(config.startup_timeout)
             if self._launched is not None:
                 self._tasks.start(self._restart(self._launched))
             self._stack = stack.pop_all()
 
     def _make_transport(self, urls: Sequence[str]) -> WeightSync:
         config = self._settings.config
-        transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.sglang_weight_sync])
+        transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.weight_sync])
         sync: WeightSync = transport(config, self._host, urls)
         return sync
 
@@ -336,3 +337,27 @@ class ServerGroup:
         # Cancelled rollouts abort their requests.
         await cancel_and_wait([rollout.task for rollout in self.rollouts if rollout.task])
         await self._tasks.cancel()
+
+
+async def router_workers(router: Server, config: ServerConfig) -> tuple[str, ...]:
+    """Returns the URLs of a router's servers; raises ValueError if they are unknown."""
+    title = config.entry.title
+
+    def unknown(problem: str) -> ValueError:
+        return ValueError(
+            f"the servers of the {title} router are unknown: {problem} Check"
+            f" {config.flag('router_ip')} and {config.flag('router_port')}, or name the servers"
+            f" with {config.flag('url')}."
+        )
+
+    try:
+        workers = await router.call(router.api.workers())
+    except RequestError as error:
+        raise unknown(str(error)) from None
+    try:
+        urls = [normalized_url(url, config.flag("url")) for url in workers]
+    except ValueError:
+        raise unknown(f"{router.url} lists an invalid URL.") from None
+    if not urls:
+        raise ValueError(f"the {title} router at {router.url} has no servers; add some to it.")
+    return tuple(dict.fromkeys(urls))

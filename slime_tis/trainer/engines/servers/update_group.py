@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis.trainer.configs.sglang import is_loopback
+from slime_tis.trainer.configs.servers import is_loopback
 
 
 class TorchGroup:

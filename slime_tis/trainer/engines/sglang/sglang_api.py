@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.servers.answers import parse
@@ -317,7 +317,7 @@ class SGLangApi:
         """POST /destroy_weights_update_group."""
         return leave_call(group.name)
 
-    def flags(self, config: SGLangConfig, index: int, port: int) -> list[str]:
+    def flags(self, config: ServerConfig, index: int, port: int) -> list[str]:
         """Model, address, the user's flags, and the names of variables with keys."""
         flags = ["--model-path", str(self.model.directory)]
         flags += ["--host", HOST]
@@ -325,11 +325,11 @@ class SGLangApi:
         if self.model.experts is not None:
             flags.append("--enable-return-routed-experts")
         flags += _passed_flags(config, index)
-        flags += ["--admin-api-key-env", config.sglang_admin_api_key_env]
-        flags += ["--api-key-env", config.sglang_api_key_env]
+        flags += ["--admin-api-key-env", config.admin_api_key_env or ""]
+        flags += ["--api-key-env", config.api_key_env]
         return flags
 
-    def environment(self, config: SGLangConfig, index: int) -> dict[str, str]:
+    def environment(self, config: ServerConfig, index: int) -> dict[str, str]:
         """Without GPUs, what SGLang needs to run on a CPU."""
         if torch.cuda.is_available():
             return {}
@@ -413,9 +413,9 @@ def server_precision(info: ServerDescription, config: Mapping[str, Any]) -> Prec
     return PRECISIONS.get(dtype)
 
 
-def _passed_flags(config: SGLangConfig, index: int) -> list[str]:
+def _passed_flags(config: ServerConfig, index: int) -> list[str]:
     """The passed flags; each server on GPUs begins after the previous server's last GPU."""
-    flags = list(config.sglang_server_args or ())
+    flags = list(config.server_args or ())
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--device")
     parser.add_argument("--tp-size", "--tp", "--tensor-parallel-size", type=int, default=1)

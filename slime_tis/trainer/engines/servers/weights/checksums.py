@@ -11,14 +11,14 @@ from slime_tis.trainer.engines.rollout_engine import SentRows
 from slime_tis.trainer.engines.weight_updates import BLOCKS, EMBEDDING, OUTPUT_LAYER
 
 TensorChecksums = Mapping[str, Sequence[str]]
-"""SGLang's name of a tensor → one checksum per rank."""
+"""A server's name of a tensor → one checksum per rank."""
 JOINED = {
     r"\.experts\.\d+\.(gate|up)_proj\.weight$": ".experts.w13_weight",
     r"\.experts\.\d+\.down_proj\.weight$": ".experts.w2_weight",
     r"\.[qkv]_proj\.": ".qkv_proj.",
     r"\.(gate|up)_proj\.": ".gate_up_proj.",
 }
-"""Pattern of Hugging Face names → SGLang's name of the tensor that joins them."""
+"""Pattern of Hugging Face names → the server's name of the tensor that joins them."""
 
 
 def stale_weights(
@@ -45,7 +45,7 @@ def stale_weights(
 
 
 def server_name(name: str) -> str:
-    """SGLang's name of the tensor that contains a Hugging Face tensor."""
+    """The server's name of the tensor that contains a Hugging Face tensor."""
     for pattern, joined in JOINED.items():
         name = re.sub(pattern, joined, name)
     return name

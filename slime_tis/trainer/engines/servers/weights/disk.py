@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from slime_tis.trainer.configs.sglang import SGLangConfig, is_loopback
+from slime_tis.trainer.configs.servers import ServerConfig, is_loopback
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, WeightSource
 from slime_tis.trainer.engines.servers.client import Server
 from slime_tis.trainer.engines.servers.errors import ServerError
@@ -37,22 +37,23 @@ class DiskSync:
     uses the directory, or it is not writable.
     """
 
-    def __init__(self, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> None:
-        directory = host.output_dir / "sglang_weights"
-        if config.sglang_weight_dir is not None:
-            directory = Path(config.sglang_weight_dir)
+    def __init__(self, config: ServerConfig, host: EngineHost, urls: Sequence[str]) -> None:
+        directory = host.output_dir / f"{config.engine}_weights"
+        directory_flag = config.flag("weight_dir")
+        if config.weight_dir is not None:
+            directory = Path(config.weight_dir)
         else:
             for url in urls:
                 if not is_loopback(url):
                     raise ValueError(
-                        f"--sglang-weight-sync is disk but {url} may not see the output directory;"
-                        " set --sglang-weight-dir."
+                        f"{config.flag('weight_sync')} is disk but {url} may not see the output"
+                        f" directory; set {directory_flag}."
                     )
         self._config = config
         self._hf_checkpoint = Path(host.hf_checkpoint)
         self._directory = directory.absolute()
         self._lock = ExitStack()
-        self._lock.enter_context(held({self._directory / LOCK: "--sglang-weight-dir"}))
+        self._lock.enter_context(held({self._directory / LOCK: directory_flag}))
         self._weights_thread = weights_thread(torch.device(host.device))
         self._current: tuple[Path, int] | None = None
         """Directory and version of the newest weights."""
@@ -81,7 +82,7 @@ class DiskSync:
     async def close(self) -> None:
         """Removes temporary weights; a user's directory keeps the newest ones."""
         self._weights_thread.shutdown(wait=False)
-        if self._config.sglang_weight_dir is None:
+        if self._config.weight_dir is None:
             _remove_own(self._directory)
         self._lock.close()
 
@@ -104,7 +105,7 @@ class DiskSync:
                 pass
             raise RolloutUnavailable(
                 f"the weights of version {version} could not be written to {self._directory}"
-                f" ({error}); free space or choose another --sglang-weight-dir."
+                f" ({error}); free space or choose another {self._config.flag('weight_dir')}."
             ) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.servers.api import Bucket, UpdateGroup, answers
 from slime_tis.trainer.engines.servers.client import Server
@@ -21,10 +21,10 @@ class DistributedSync:
     dies in a broadcast, with SGLang for half an hour.
     """
 
-    def __init__(self, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> None:
+    def __init__(self, config: ServerConfig, host: EngineHost, urls: Sequence[str]) -> None:
         self._config = config
         self._device = torch.device(host.device)
-        self._timeout = config.sglang_request_timeout
+        self._timeout = config.request_timeout
         """Seconds for a server to join a group, or to take one bucket."""
         self._groups: dict[Server, UpdateGroup] = {}
         self._weights_thread = protocol.weights_thread(self._device)
@@ -74,7 +74,7 @@ class DistributedSync:
 
     async def _join(self, server: Server) -> None:
         num_ranks = await server.api.num_ranks(server)
-        address = self._config.sglang_sync_address
+        address = self._config.sync_address
         if address is None:  # found for each server
             address = await protocol.in_thread(partial(local_address, server.url))
         group = server.api.make_group(

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 class WeightSync(Protocol):
     """A weight transport; `WEIGHT_TRANSPORTS` lists their classes.
 
-    The constructor takes an SGLangConfig, an EngineHost and the servers' URLs. It raises ValueError
+    The constructor takes a ServerConfig, an EngineHost and the servers' URLs. It raises ValueError
     if these servers cannot use the transport.
     """
 
