@@ -3,26 +3,35 @@
 A server loads it with `--worker-extension-cls slime_tis_vllm.WorkerExtension`.
 
 The Python that has vllm does not have slime_tis, so this file imports only vllm, torch and the
-standard library. Launched servers find it on PYTHONPATH. `POST /collective_rpc` calls its methods
-on every rank.
+standard library. Launched servers find it on PYTHONPATH. `POST /collective_rpc` calls the methods
+of the extension on every rank.
 
 On a CPU, vLLM 0.32 computes with copies of the weights that it packs for oneDNN:
 
 * A linear layer keeps only the packed copy; its `weight` becomes empty, and so its checksum in
   `/weight_checker` is that of nothing. `weight_checksums` reads the packed copy back.
 * An output layer that is tied to the embedding keeps both. A reload renews the embedding but not
-  the packed copy. `load_checkpoint` packs it again.
+  the packed copy. `load_checkpoint` and the transport pack it again.
+
+vLLM's transports need GPUs. `register_transport` adds one over gloo, with the request bodies of
+vLLM's NCCL transport.
 """
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 READ_ROWS = 256
 """Inputs of a packed layer that are read at once."""
+TRANSPORT = "slime_tis_gloo"
+"""Name of the transport, for `--weight-transfer-config`."""
 
 
 class WorkerExtension:
@@ -30,6 +39,9 @@ class WorkerExtension:
 
     model_runner: Any
     reload_weights: Any
+
+    def slime_tis_extension(self) -> None:
+        """Answers, so that a trainer knows that the server has the extension."""
 
     def load_checkpoint(self, path: str, num_tensors: int) -> str:
         """Loads a Hugging Face checkpoint in place.
@@ -51,10 +63,6 @@ class WorkerExtension:
         self.reload_weights(weights_path=path)
         repack_tied_head(self.model_runner.get_model())
         return ""
-
-    def repack_tied_weights(self) -> None:
-        """Ends an update by another transport: renews copies that vLLM leaves old."""
-        repack_tied_head(self.model_runner.get_model())
 
     def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of each tensor that this rank computes with, by vLLM's name."""
@@ -124,3 +132,79 @@ def packed_weight(layer: Any) -> torch.Tensor:
     for rows in identity.split(READ_ROWS):
         columns.append(layer.cpu_linear(rows, layer.weight, None))
     return torch.cat(columns).T
+
+
+@dataclass
+class GlooInit:
+    """Body of `/init_weight_transfer_engine`."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int = 1
+    timeout: float = 600.0
+    """Longest wait for the trainer, in seconds."""
+
+
+@dataclass
+class GlooUpdate:
+    """Body of `/update_weights`: tensors in the order of their broadcasts."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+def register_transport() -> None:
+    """Registers the transport `slime_tis_gloo` in this worker."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import reload
+
+    class GlooTransport(WeightTransferEngine):  # type: ignore[misc]  # vllm is not checked
+        """Receives weights by broadcasts from rank 0, the trainer."""
+
+        init_info_cls = GlooInit
+        update_info_cls = GlooUpdate
+        supports_draft_weight_update = False
+        group: Any = None
+
+        def init_transfer_engine(self, init_info: GlooInit) -> None:
+            wait = timedelta(seconds=init_info.timeout)
+            address = init_info.master_address
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = wait
+            options._devices = [gloo.create_device(hostname=address)]
+            store = dist.TCPStore(address, init_info.master_port, is_master=False, timeout=wait)
+            rank = init_info.rank_offset + self.parallel_config.rank
+            self.group = gloo(store, rank, init_info.world_size, options)
+
+        def start_weight_update(self) -> None:
+            reload.initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: GlooUpdate) -> None:
+            def received() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, dtype, shape in zip(
+                    update_info.names, update_info.dtype_names, update_info.shapes, strict=True
+                ):
+                    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                    self.group.broadcast(tensor, 0).wait()
+                    yield name, tensor
+
+            self.model.load_weights(received())
+
+        def finish_weight_update(self) -> None:
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+            repack_tied_head(self.model)
+
+        def shutdown(self) -> None:
+            self.group = None
+
+    WeightTransferEngineFactory.register_engine(TRANSPORT, GlooTransport)
+
+
+# A worker imports this module before it builds its transport, which vLLM looks up by name. The
+# module is also imported where vllm is missing, by tests.
+if find_spec("vllm") is not None:
+    register_transport()

@@ -1,0 +1,413 @@
+"""The HTTP API of vLLM servers, version 0.32 and newer; see `ServerApi`.
+
+A server needs three things that are not vLLM's defaults: the routes of the development mode
+(VLLM_SERVER_DEV_MODE=1), processed log-probs, and our worker extension. `info` refuses a server
+without them. Routes of the development mode ignore API keys, so servers belong on the loopback or
+in a closed network.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+
+from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.function_requests import Generation
+from slime_tis.trainer.engines.servers.answers import parse
+from slime_tis.trainer.engines.servers.api import (
+    CONTROL_TIMEOUT,
+    HEALTH_TIMEOUT,
+    RELEASE_TIMEOUT,
+    Bucket,
+    Call,
+    Connection,
+    GenerateRequest,
+    ServedModel,
+    ServerInfo,
+    UpdateGroup,
+    max_answer_bytes,
+)
+from slime_tis.trainer.engines.servers.errors import (
+    RequestError,
+    RequestRefused,
+    ServerError,
+    ServerPaused,
+)
+from slime_tis.trainer.engines.servers.update_group import TorchGroup
+from slime_tis.trainer.engines.vllm import vllm_answers
+from slime_tis.trainer.engines.vllm.nccl_group import NcclGroup
+from slime_tis.trainer.engines.weight_rounding import Precision
+
+Result = TypeVar("Result")
+
+GENERATE = "/inference/v1/generate"
+REQUEST_PREFIX = "generate-tokens-"
+"""vLLM's prefix of the ids of requests to GENERATE. An abort without it answers 200 and ends
+nothing."""
+WORKER_DIRECTORY = Path(__file__).resolve().with_name("worker")
+"""Directory of the module that runs inside vLLM's workers; it is on their PYTHONPATH."""
+EXTENSION = "slime_tis_vllm.WorkerExtension"
+GLOO_TRANSPORT = "slime_tis_gloo"
+"""Name under which the worker extension registers its transport; vLLM's own ones need GPUs."""
+OLDEST_VLLM = (0, 32)
+"""The first version that reports a weight version per token."""
+PRECISIONS: dict[str, Precision] = {
+    "torch.float16": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.float32": "fp32",
+}
+CHECKSUM_BYTES = 64 << 20
+"""Maximum answer with checksums, in bytes: about 100 per tensor and rank."""
+NEUTRAL_SAMPLING_PARAMS = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+"""Sent with each request: missing parameters would come from the checkpoint's generation_config."""
+
+
+@dataclass(frozen=True)
+class VllmApi:
+    """vLLM's requests and answers; see `ServerApi`."""
+
+    model: ServedModel
+    user_endpoints: tuple[str, ...] = ()
+    answers_generate: bool = False
+    experts_advice: str = "start it on GPUs with --enable-return-routed-experts"
+    masks_advice: str = "start it on GPUs with --return-sampling-mask"
+    module: str = "vllm.entrypoints.cli.main"
+
+    def generate(self, request: GenerateRequest) -> Call[tuple[Generation, str | None]]:
+        """See ServerApi."""
+        body = generate_body(request)
+        if request.first_experts is not None:
+            body["sampling_params"]["routed_experts_prompt_start"] = request.first_experts
+        return Call(
+            endpoint=GENERATE,
+            body=body,
+            parse=partial(vllm_answers.parse_generation, request=request, model=self.model),
+            max_bytes=request.max_bytes(self.model.experts),
+        )
+
+    def score(self, token_ids: Sequence[int]) -> Call[list[float]]:
+        """See ServerApi; vLLM samples at least one token, and reads no cached keys for scores."""
+        body = generate_body(_one_token(token_ids))
+        body["sampling_params"]["prompt_logprobs"] = 0
+        return Call(
+            endpoint=GENERATE,
+            body=body,
+            parse=partial(vllm_answers.parse_scores, token_ids=token_ids),
+            max_bytes=max_answer_bytes(len(token_ids)),
+        )
+
+    def top(
+        self, token_ids: Sequence[int], sampling: Sampling, count: int
+    ) -> Call[dict[int, float]]:
+        """See ServerApi."""
+        body = generate_body(_one_token(token_ids, temperature=sampling.temperature))
+        body["sampling_params"]["logprobs"] = count
+        return Call(
+            endpoint=GENERATE,
+            body=body,
+            parse=partial(
+                vllm_answers.parse_top, count=count, vocab_size=self.model.vocab_size
+            ),
+            max_bytes=max_answer_bytes(count),
+        )
+
+    def weight_version(self) -> Call[str | None]:
+        """See ServerApi."""
+        return Call(
+            endpoint="/weight_info",
+            parse=lambda body: parse(vllm_answers.WeightInfo, body).weight_version,
+        )
+
+    def checksums(self) -> Call[Mapping[str, list[str]]]:
+        """See ServerApi; vLLM's own /weight_checker hashes nothing on a CPU."""
+        return Call(
+            endpoint="/collective_rpc",
+            body={"method": "weight_checksums"},
+            parse=vllm_answers.parse_checksums,
+            max_bytes=CHECKSUM_BYTES,
+        )
+
+    def abort(self, request_id: str | None) -> Call[None]:
+        """See ServerApi."""
+        # An empty list aborts all requests.
+        request_ids = [] if request_id is None else [REQUEST_PREFIX + request_id]
+        return _post("/abort_requests", {"request_ids": request_ids})
+
+    def workers(self) -> Call[list[str]]:
+        """Raises ValueError: routers of vLLM are not supported."""
+        raise ValueError(
+            "--vllm-router-ip is set, but this trainer asks vLLM servers directly, for"
+            f" {GENERATE}; name each server with --vllm-url."
+        )
+
+    async def check_health(self, server: Connection) -> None:
+        """See ServerApi; vLLM's /health also answers 200 while it is paused."""
+        is_paused: Call[bool] = Call(
+            endpoint="/is_paused",
+            parse=lambda body: parse(vllm_answers.PauseState, body).is_paused,
+        )
+        if await _asked(server, is_paused, "set VLLM_SERVER_DEV_MODE=1 in its environment"):
+            raise ServerPaused(f"{server.url} is paused.")
+        await _asked(server, self.generate(_one_token([0])), "start it with --enable-scale-out")
+
+    async def info(self, server: Connection) -> ServerInfo:
+        """See ServerApi."""
+        version = await server.call(
+            Call(
+                endpoint="/version",
+                parse=lambda body: parse(vllm_answers.VersionAnswer, body).version,
+            )
+        )
+        description = await server.call(
+            Call(
+                endpoint="/server_info?config_format=json",
+                parse=lambda body: parse(vllm_answers.ServerDescription, body),
+            )
+        )
+        config = description.vllm_config.model_config
+        max_input_len = None
+        if config.max_model_len is not None:
+            max_input_len = config.max_model_len - 1  # at least one token is sampled
+        precision = None
+        if config.quantization is None:
+            precision = PRECISIONS.get(config.dtype or "")
+        mask_tokens = 0
+        if config.return_sampling_mask is True:
+            mask_tokens = self.model.vocab_size or 0
+        return ServerInfo(
+            max_input_len=max_input_len,
+            max_total_len=config.max_model_len,
+            precision=precision,
+            takes_seeds=True,
+            returns_experts=config.enable_return_routed_experts is True,
+            max_mask_tokens=mask_tokens,
+            problem=await self._problem(server, version, config.logprobs_mode),
+        )
+
+    async def _problem(
+        self, server: Connection, version: str, logprobs_mode: str | None
+    ) -> str | None:
+        numbers = tuple(int(number) for number in re.findall("[0-9]{1,9}", version)[:2])
+        # A development build may report no version.
+        if (0, 0) < numbers < OLDEST_VLLM:
+            return f"runs vLLM {version}; update it to 0.32 or newer."
+        if logprobs_mode != "processed_logprobs":
+            return (
+                f"reports {logprobs_mode}, which are not those of the sampled distribution; start"
+                " it with --logprobs-mode processed_logprobs."
+            )
+        try:
+            await server.call(_rpc("slime_tis_extension"))
+        except RequestError:
+            return (
+                "has no worker extension for updates and checksums of weights; start it with"
+                f" --worker-extension-cls {EXTENSION} and PYTHONPATH={WORKER_DIRECTORY}."
+            )
+        return None
+
+    async def pause(self, server: Connection) -> None:
+        """See ServerApi; the pause already empties the prefix cache, which the reset confirms."""
+        await server.call(_post("/pause?mode=keep"), timeout=CONTROL_TIMEOUT)
+        reset: Call[None] = Call(
+            endpoint="/reset_prefix_cache?reset_running_requests=true",
+            body={},
+            parse=vllm_answers.parse_cache_reset,
+        )
+        await server.call(reset, timeout=CONTROL_TIMEOUT)
+
+    async def resume(self, server: Connection) -> None:
+        """See ServerApi."""
+        await server.call(_post("/resume"), timeout=CONTROL_TIMEOUT)
+
+    async def release(self, server: Connection, group_name: str | None = None) -> None:
+        """See ServerApi.
+
+        The server stays paused: after half an update vLLM's model has no memory, and one decoding
+        step would end the process. The next complete update repairs it.
+        """
+        try:
+            await server.call(self.abort(None), timeout=RELEASE_TIMEOUT)
+        except RequestError:
+            pass
+
+    async def load(self, server: Connection, directory: Path, version: int) -> None:
+        """See ServerApi."""
+        arguments = {"path": str(directory), "num_tensors": num_tensors(directory)}
+        await server.call(_rpc("load_checkpoint", arguments))
+        await server.call(_post("/update_weight_version", {"new_version": str(version)}))
+
+    async def begin_update(self, server: Connection) -> None:
+        """See ServerApi."""
+        try:
+            await server.call(_post("/start_weight_update"), timeout=CONTROL_TIMEOUT)
+        except ServerError:
+            # A run that was killed during an update left its session open.
+            await server.call(_post("/finish_weight_update"), timeout=CONTROL_TIMEOUT)
+            await server.call(_post("/start_weight_update"), timeout=CONTROL_TIMEOUT)
+
+    async def num_ranks(self, server: Connection) -> int:
+        """See ServerApi."""
+        return await server.call(
+            Call(endpoint="/get_world_size", parse=vllm_answers.parse_world_size)
+        )
+
+    def make_group(
+        self, address: str, *, num_ranks: int, device: torch.device, timeout: float
+    ) -> UpdateGroup:
+        """See ServerApi: on a GPU vLLM's own NCCL group, else a gloo group with our transport."""
+        name = f"slime_tis_{secrets.token_hex(8)}"
+        if device.type == "cuda":
+            return NcclGroup(address, name=name, num_ranks=num_ranks, device=device)
+        return TorchGroup(address, name=name, num_ranks=num_ranks, device=device, timeout=timeout)
+
+    def join(self, group: UpdateGroup, address: str, num_ranks: int) -> Call[None]:
+        """See ServerApi."""
+        init_info = {
+            "master_address": address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": 1 + num_ranks,
+        }
+        return _post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def receive(self, group: UpdateGroup, bucket: Bucket, version: int) -> Call[None]:
+        """See ServerApi."""
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors]
+        update_info = {
+            "names": bucket.names,
+            "dtype_names": dtypes,
+            "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+        }
+        return _post("/update_weights", {"update_info": update_info})
+
+    async def end_update(self, server: Connection, version: int) -> None:
+        """See ServerApi."""
+        body = {"weight_version": str(version)}
+        await server.call(_post("/finish_weight_update", body))
+
+    def leave(self, group: UpdateGroup) -> Call[None]:
+        """See ServerApi."""
+        return _post("/shutdown_weight_transfer_engine")
+
+    def flags(self, config: SGLangConfig, index: int, port: int) -> list[str]:
+        """See ServerApi."""
+        return [
+            "serve",
+            str(self.model.directory),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--enable-scale-out",
+            "--enable-prompt-tokens-details",
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--worker-extension-cls",
+            EXTENSION,
+            "--weight-transfer-config",
+            json.dumps({"backend": "nccl" if torch.cuda.is_available() else GLOO_TRANSPORT}),
+            *(config.sglang_server_args or ()),
+        ]
+
+    def environment(self, config: SGLangConfig, index: int) -> dict[str, str]:
+        """See ServerApi."""
+        paths = [str(WORKER_DIRECTORY)]
+        if os.environ.get("PYTHONPATH"):
+            paths.append(os.environ["PYTHONPATH"])
+        environment = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if config.api_key is not None:
+            environment["VLLM_API_KEY"] = config.api_key
+        if not torch.cuda.is_available():
+            # Else each server binds a thread to every core.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get(
+                "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+            )
+        return environment
+
+
+def generate_body(request: GenerateRequest) -> dict[str, Any]:
+    """The JSON of a request for one response."""
+    sampling = request.sampling
+    params: dict[str, object] = {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": request.max_new_tokens,
+        "logprobs": 0,
+        # Texts are decoded here; vLLM needs its own only to find stop texts.
+        "detokenize": bool(request.stop),
+        **NEUTRAL_SAMPLING_PARAMS,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if request.stop:
+        params |= {"stop": list(request.stop), "include_stop_str_in_output": True}
+    if request.seed is not None:
+        params["seed"] = request.seed
+    return {
+        "request_id": request.request_id,
+        "token_ids": list(request.input_ids),
+        "sampling_params": params,
+    }
+
+
+def num_tensors(directory: Path) -> int:
+    """Number of tensors of a checkpoint, by the headers of its files."""
+    count = 0
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            count += len(tensors.keys())
+    return count
+
+
+def _one_token(token_ids: Sequence[int], temperature: float = 1.0) -> GenerateRequest:
+    """A request for one token of the whole vocabulary."""
+    return GenerateRequest(
+        input_ids=token_ids,
+        sampling=Sampling(temperature=temperature, max_response_len=1),
+        max_new_tokens=1,
+        request_id=f"probe-{secrets.token_hex(16)}",
+    )
+
+
+def _post(endpoint: str, body: Mapping[str, object] | None = None) -> Call[None]:
+    """A POST whose answer says nothing more than its status."""
+    return Call(endpoint=endpoint, body=body or {}, parse=lambda _: None)
+
+
+def _rpc(method: str, arguments: Mapping[str, object] | None = None) -> Call[None]:
+    """Calls a method of the worker extension on all ranks; raises RequestRefused on a problem."""
+    return Call(
+        endpoint="/collective_rpc",
+        body={"method": method, "kwargs": arguments or {}},
+        parse=vllm_answers.parse_problems,
+    )
+
+
+async def _asked(server: Connection, call: Call[Result], advice: str) -> Result:
+    """The answer to a request of a health check; adds an advice if the endpoint is missing."""
+    try:
+        return await server.call(call, timeout=HEALTH_TIMEOUT)
+    except RequestRefused as error:
+        if error.status != 404:
+            raise
+        raise RequestRefused(f"{str(error).rstrip('.')}; {advice}.", 404) from None
