@@ -1,7 +1,8 @@
 """vLLM's own NCCL group with the ranks of one server.
 
-Written from vLLM's source and not run: there was no GPU. It follows `NCCLTrainerWeightTransferEngine`
-with `packed` off: one broadcast per tensor, in the order of the request's names.
+Written from vLLM's source and not run: there was no GPU. It follows
+`NCCLTrainerWeightTransferEngine` with `packed` off: one broadcast per tensor, in the order of the
+request's names.
 """
 
 import socket
@@ -26,6 +27,7 @@ class NcclGroup:
                 " --vllm-weight-sync disk."
             ) from None
         self.name = name
+        self.backend = "nccl"
         self.version: str | None = None
         self._address = address
         self._device = device

@@ -50,7 +50,7 @@ class ScoredToken(Answer, rename=NAMES, gc=False):
 class SampledToken(ScoredToken, rename=NAMES):
     """A sampled token, and the likeliest tokens at its position."""
 
-    top_logprobs: list[ScoredToken] = []
+    top_logprobs: tuple[ScoredToken, ...] = ()
 
 
 class _LogProbs(Answer):
@@ -134,13 +134,27 @@ class _ModelConfig(Answer):
     return_sampling_mask: Any = None
 
 
-class _ParallelConfig(Answer):
-    pipeline_parallel_size: RankCount = 1
+class _SchedulerConfig(Answer):
+    enable_chunked_prefill: Any = None
+
+
+class _DeviceConfig(Answer):
+    device: Any = None
 
 
 class _Config(Answer):
-    model_config: _ModelConfig = msgspec.field(default_factory=_ModelConfig)
-    parallel_config: _ParallelConfig = msgspec.field(default_factory=_ParallelConfig)
+    model_config: _ModelConfig
+    scheduler_config: _SchedulerConfig = msgspec.field(default_factory=_SchedulerConfig)
+    device_config: _DeviceConfig = msgspec.field(default_factory=_DeviceConfig)
+
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether requests may have seeds.
+
+        On a CPU, vLLM 0.32 ends when it splits the prefill of a request that has a seed.
+        """
+        on_cpu = self.device_config.device == "cpu"
+        return not (on_cpu and self.scheduler_config.enable_chunked_prefill is not False)
 
 
 class ServerDescription(Answer):

@@ -11,10 +11,11 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -26,6 +27,7 @@ from slime_tis.trainer.engines.servers.answers import parse
 from slime_tis.trainer.engines.servers.api import (
     CONTROL_TIMEOUT,
     HEALTH_TIMEOUT,
+    HOST,
     RELEASE_TIMEOUT,
     Bucket,
     Call,
@@ -81,11 +83,11 @@ class VllmApi:
     """vLLM's requests and answers; see `ServerApi`."""
 
     model: ServedModel
-    user_endpoints: tuple[str, ...] = ()
-    answers_generate: bool = False
-    experts_advice: str = "start it on GPUs with --enable-return-routed-experts"
-    masks_advice: str = "start it on GPUs with --return-sampling-mask"
-    module: str = "vllm.entrypoints.cli.main"
+    user_endpoints: ClassVar[tuple[str, ...]] = ()
+    answers_generate: ClassVar[bool] = False
+    experts_advice: ClassVar[str] = "start it on GPUs with --enable-return-routed-experts"
+    masks_advice: ClassVar[str] = "start it on GPUs with --return-sampling-mask"
+    module: ClassVar[str] = "vllm.entrypoints.cli.main"
 
     def generate(self, request: GenerateRequest) -> Call[tuple[Generation, str | None]]:
         """See ServerApi."""
@@ -119,9 +121,7 @@ class VllmApi:
         return Call(
             endpoint=GENERATE,
             body=body,
-            parse=partial(
-                vllm_answers.parse_top, count=count, vocab_size=self.model.vocab_size
-            ),
+            parse=partial(vllm_answers.parse_top, count=count, vocab_size=self.model.vocab_size),
             max_bytes=max_answer_bytes(count),
         )
 
@@ -192,7 +192,7 @@ class VllmApi:
             max_input_len=max_input_len,
             max_total_len=config.max_model_len,
             precision=precision,
-            takes_seeds=True,
+            takes_seeds=description.vllm_config.takes_seeds,
             returns_experts=config.enable_return_routed_experts is True,
             max_mask_tokens=mask_tokens,
             problem=await self._problem(server, version, config.logprobs_mode),
@@ -239,10 +239,8 @@ class VllmApi:
         The server stays paused: after half an update vLLM's model has no memory, and one decoding
         step would end the process. The next complete update repairs it.
         """
-        try:
+        with suppress(RequestError):
             await server.call(self.abort(None), timeout=RELEASE_TIMEOUT)
-        except RequestError:
-            pass
 
     async def load(self, server: Connection, directory: Path, version: int) -> None:
         """See ServerApi."""
@@ -305,23 +303,19 @@ class VllmApi:
 
     def flags(self, config: SGLangConfig, index: int, port: int) -> list[str]:
         """See ServerApi."""
-        return [
-            "serve",
-            str(self.model.directory),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--enable-scale-out",
-            "--enable-prompt-tokens-details",
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--worker-extension-cls",
-            EXTENSION,
-            "--weight-transfer-config",
-            json.dumps({"backend": "nccl" if torch.cuda.is_available() else GLOO_TRANSPORT}),
-            *(config.sglang_server_args or ()),
-        ]
+        flags = ["serve", str(self.model.directory)]
+        flags += ["--host", HOST]
+        flags += ["--port", str(port)]
+        flags += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+        flags += ["--logprobs-mode", "processed_logprobs"]
+        flags += ["--worker-extension-cls", EXTENSION]
+        transport = "nccl"
+        if not torch.cuda.is_available():
+            transport = GLOO_TRANSPORT
+            # Without it, requests may not have seeds; see `vllm_answers`.
+            flags.append("--no-enable-chunked-prefill")
+        flags += ["--weight-transfer-config", json.dumps({"backend": transport})]
+        return [*flags, *(config.sglang_server_args or ())]
 
     def environment(self, config: SGLangConfig, index: int) -> dict[str, str]:
         """See ServerApi."""
