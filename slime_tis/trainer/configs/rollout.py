@@ -71,7 +71,7 @@ class RolloutConfig:
     """The source of prompts, and how responses are sampled and scored."""
 
     rollout_engine: EngineName = rollout_option("local")
-    """Sampler: transformers in the training process, or SGLang servers over HTTP."""
+    """Sampler: transformers in the training process, or servers of SGLang or vLLM over HTTP."""
     rollout_precision: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"] = rollout_option(
         "fp32", needs=("--rollout-engine=local",)
     )

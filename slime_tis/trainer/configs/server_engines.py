@@ -38,5 +38,20 @@ SERVER_ENGINES = {
             "port": "choose the first of the ports with --sglang-base-port",
         },
     ),
+    "vllm": ServerEngineEntry(
+        title="vLLM",
+        api="slime_tis.trainer.engines.vllm.vllm_api:VllmApi",
+        defaults={"api_key_env": "VLLM_API_KEY", "weight_sync": "disk"},
+        # vLLM has no admin key, and its router knows nothing of the native endpoint.
+        absent=("router_ip", "router_port", "admin_api_key_env"),
+        own_flags={
+            "api-key": "put the key into the environment variable that --vllm-api-key-env names",
+            "model": "servers get the --hf-checkpoint",
+            "host": "servers listen on this machine alone",
+            "port": "choose the first of the ports with --vllm-base-port",
+            "logprobs-mode": "training needs processed log-probs",
+            "enable-scale-out": "servers get it always",
+        },
+    ),
 }
 """The table of server engines; CONTRIBUTING has the recipe for another one."""

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from safetensors import safe_open
 
-from slime_tis.trainer.configs.sglang import SGLangConfig
+from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.servers.answers import parse
@@ -148,11 +148,8 @@ class VllmApi:
         return _post("/abort_requests", {"request_ids": request_ids})
 
     def workers(self) -> Call[list[str]]:
-        """Raises ValueError: routers of vLLM are not supported."""
-        raise ValueError(
-            "--vllm-router-ip is set, but this trainer asks vLLM servers directly, for"
-            f" {GENERATE}; name each server with --vllm-url."
-        )
+        """Never called: there are no options for a router of vLLM."""
+        raise NotImplementedError
 
     async def check_health(self, server: Connection) -> None:
         """See ServerApi; vLLM's /health also answers 200 while it is paused."""
@@ -301,7 +298,7 @@ class VllmApi:
         """See ServerApi."""
         return _post("/shutdown_weight_transfer_engine")
 
-    def flags(self, config: SGLangConfig, index: int, port: int) -> list[str]:
+    def flags(self, config: ServerConfig, index: int, port: int) -> list[str]:
         """See ServerApi."""
         flags = ["serve", str(self.model.directory)]
         flags += ["--host", HOST]
@@ -315,9 +312,9 @@ class VllmApi:
             # Without it, requests may not have seeds; see `vllm_answers`.
             flags.append("--no-enable-chunked-prefill")
         flags += ["--weight-transfer-config", json.dumps({"backend": transport})]
-        return [*flags, *(config.sglang_server_args or ())]
+        return [*flags, *(config.server_args or ())]
 
-    def environment(self, config: SGLangConfig, index: int) -> dict[str, str]:
+    def environment(self, config: ServerConfig, index: int) -> dict[str, str]:
         """See ServerApi."""
         paths = [str(WORKER_DIRECTORY)]
         if os.environ.get("PYTHONPATH"):
@@ -327,8 +324,9 @@ class VllmApi:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if config.api_key is not None:
-            environment["VLLM_API_KEY"] = config.api_key
+        api_key = os.environ.get(config.api_key_env)
+        if api_key:
+            environment["VLLM_API_KEY"] = api_key
         if not torch.cuda.is_available():
             # Else each server binds a thread to every core.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get(
