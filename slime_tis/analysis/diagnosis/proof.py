@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from slime_tis.analysis.diagnosis.engine_rules import MIN_SIGN_SHARE
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
+from slime_tis.analysis.diagnosis.hypothesis_scorer import Edit
 from slime_tis.analysis.diagnosis.rescore import (
     NEGLIGIBLE_ERROR,
     HfScorer,
@@ -46,6 +47,8 @@ RESAMPLES = 1000
 """Draws of the bootstrap over samples."""
 MIN_NOISE_SHARE = 0.05
 """Smallest share of the mismatch that a precision repeats."""
+NOISE_SAMPLES = 8
+"""About this many held-out samples show the size of a precision's noise."""
 NOISE_RANGE = (0.6, 1.7)
 """Range of a precision's noise, as a multiple of the mismatch."""
 PRECISION_HYPOTHESES = {
@@ -350,8 +353,10 @@ class _Case:
             edits.append((name, self.search.table[name].values[0]))
         if not edits or not self._has_both_signs():
             return []
-        measured = self.search.measure((), edits)
-        return [each for each in measured if self._noise_ratio(each) >= NOISE_RANGE[0]][:1]
+        fitting = [edit for edit in edits if self._noise_ratio(edit) >= NOISE_RANGE[0]]
+        if not fitting:
+            return []
+        return self.search.measure((), fitting)[:1]
 
     def _named_precisions(self) -> list[str]:
         """Returns the hypotheses that the precisions in the dump's metadata may mean."""
@@ -366,18 +371,23 @@ class _Case:
         positive = float(delta.clamp_min(0).sum() / delta.abs().sum().clamp_min(TINY))
         return MIN_SIGN_SHARE <= positive <= 1 - MIN_SIGN_SHARE
 
-    def _noise_ratio(self, measured: Measured) -> float:
+    def _noise_ratio(self, edit: Edit) -> float:
         """Returns how much a precision changes log-probs, as a multiple of the mismatch.
 
         It is above 1 if both engines have this precision, because a part of their noise is equal.
+        A size needs fewer samples than a share of the mismatch, so a part of the held-out samples
+        is scored.
         """
         search = self.search
-        (rows,) = search.scorer.score([(measured.edit,)], search.held_out)
+        step = max(1, len(search.held_out) // NOISE_SAMPLES)
+        samples = search.held_out[::step]
+        (rows,) = search.scorer.score([(edit,)], samples)
         noise = 0.0
-        for i, row in zip(search.held_out, rows, strict=True):
+        for i, row in zip(samples, rows, strict=True):
             change = (row - search.reference[i])[search.delta[i].isfinite()]
             noise += float(change.abs().clamp(max=MAX_SIZE).sum())
-        return noise / max(float(search.before.sum()), TINY)
+        before = float(search.before[::step].sum())
+        return noise / max(before, TINY)
 
     def _is_noise_of(self, best: Measured) -> bool:
         """Whether the mismatch is a precision's noise: it has its size, and a part is equal.
@@ -391,7 +401,7 @@ class _Case:
         is_named = best.name in self._named_precisions()
         if low >= PROVEN or (low < MIN_NOISE_SHARE and not is_named):
             return False
-        ratio = self._noise_ratio(best)
+        ratio = self._noise_ratio(best.edit)
         return ratio >= NOISE_RANGE[0] and (is_named or ratio <= NOISE_RANGE[1])
 
     def _dropout(self) -> str:
@@ -457,8 +467,8 @@ class _Case:
         first_halves = sum(size[: len(size) // 2].sum() for size in sizes)
         halves = float(first_halves / total)
         return (
-            f"{self._engine} is wrong, but the mismatch is not explained by any of these"
-            f" {len(self.search.table)} hypotheses (the best, {best.name}, removes"
+            f"{self._engine} differs from the checkpoint, but none of these"
+            f" {len(self.search.table)} hypotheses explains it (the best, {best.name}, removes"
             f" {max(best.share, 0):.0%}). 1 % of the tokens carry {top:.0%} of it, and the first"
             f" halves of the responses {halves:.0%}."
         )
