@@ -244,6 +244,22 @@ def test_scores_of_other_tokens_are_refused() -> None:
         scores(recorded("score"), [1, 14, *SCORED_IDS[2:]])
 
 
+def last_token_scored(vocab_size: int | None) -> list[float]:
+    """Scores of an answer in which SGLang names the last of 41 tokens 0."""
+    answer = copy.deepcopy(recorded("score"))
+    answer["meta_info"]["input_token_logprobs"][-1][1] = 0
+    return parse_scores(json.dumps(answer).encode(), SCORED_IDS, vocab_size)
+
+
+def test_the_last_token_of_the_vocabulary_may_be_named_0() -> None:
+    assert last_token_scored(vocab_size=41)[-1] == -5.704174041748047
+
+
+def test_no_other_token_may_be_named_0() -> None:
+    with pytest.raises(InvalidAnswer, match="of token 0, but the token is 40"):
+        last_token_scored(vocab_size=64)
+
+
 def test_a_missing_score_is_refused() -> None:
     answer = copy.deepcopy(recorded("score"))
     answer["meta_info"]["input_token_logprobs"][5][0] = None

@@ -62,6 +62,14 @@ class WeightSpan(Answer):
         self.version = version_number(self.version)
 
 
+class _Worker(Answer):
+    url: str
+
+
+class _Workers(Answer):
+    workers: list[_Worker] = msgspec.field(default_factory=list)
+
+
 @dataclass(kw_only=True)
 class SampledTokens:
     """The parts of a sampled response, as a server reports them."""
@@ -89,6 +97,13 @@ def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
     # ValueError: a text that is not UTF-8. RecursionError: deeply nested lists.
     except (msgspec.DecodeError, ValueError, RecursionError):
         raise InvalidAnswer("it is not JSON") from None
+
+
+def parse_workers(body: bytes) -> list[str]:
+    """Parses the URLs of a router's servers: SGLang's gateway and vLLM's router answer alike."""
+    workers = parse(_Workers, body).workers
+    # Routers append @RANK to the URL of a data-parallel rank.
+    return [re.sub(r"@\d+$", "", worker.url) for worker in workers]
 
 
 def version_number(name: object) -> int:

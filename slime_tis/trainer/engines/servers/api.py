@@ -23,6 +23,14 @@ from slime_tis.trainer.engines.weight_rounding import Precision
 Result = TypeVar("Result")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
+NEUTRAL_SAMPLING_PARAMS = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+"""Sent with each request, under the names of all engines: defaults of the server or checkpoint must
+not change the distribution."""
 HOST = "127.0.0.1"
 """Address at which launched servers listen."""
 CONTROL_BYTES = 4 << 20
@@ -268,7 +276,7 @@ class ServerApi(Protocol):
         """Aborts a request, which then returns its partial response; None aborts all."""
 
     def workers(self) -> Call[list[str]]:
-        """URLs of the servers behind a router."""
+        """URLs of the servers behind a router; `answers.parse_workers` reads them."""
 
     async def check_health(self, server: Connection) -> None:
         """Samples a token.

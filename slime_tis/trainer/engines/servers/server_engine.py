@@ -104,8 +104,8 @@ class ServerEngine:
             limits = Limits(
                 context_len=api.model.context_len,
                 vocab_size=api.model.vocab_size,
-                max_input_len=servers.max_input_len,
-                max_total_len=servers.max_total_len,
+                max_input_len=servers.shortest("max_input_len"),
+                max_total_len=servers.shortest("max_total_len"),
                 mask_tokens=servers.sampling_mask_tokens(),
             )
             precision = servers.precision()

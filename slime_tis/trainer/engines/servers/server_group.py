@@ -145,19 +145,10 @@ class ServerGroup:
             return ()
         return tuple(server.url for server in self.health.states)
 
-    @property
-    def max_input_len(self) -> int | None:
-        """The longest input that all servers take, in tokens; None if no server reports a limit."""
-        infos = [state.info for state in self.health.states.values()]
-        lengths = [info.max_input_len for info in infos if info.max_input_len is not None]
-        return min(lengths, default=None)
-
-    @property
-    def max_total_len(self) -> int | None:
-        """The longest input and response of all servers; None if no server reports a limit."""
-        infos = [state.info for state in self.health.states.values()]
-        lengths = [info.max_total_len for info in infos if info.max_total_len is not None]
-        return min(lengths, default=None)
+    def shortest(self, name: str) -> int | None:
+        """The smallest value of a length in `ServerInfo`; None if no server reports one."""
+        lengths = [getattr(state.info, name) for state in self.health.states.values()]
+        return min((length for length in lengths if length is not None), default=None)
 
     @property
     def _seen(self) -> list[ServerState]:

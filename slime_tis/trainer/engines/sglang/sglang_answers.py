@@ -98,16 +98,11 @@ class _RankChecksums(Answer):
     checksums: dict[str, str]
 
 
-class _Worker(Answer):
-    url: str
-
-
 class ControlAnswer(Answer):
     """The answer to other endpoints."""
 
     success: Any = None
     ranks: list[_RankChecksums] | None = None
-    workers: list[_Worker] | None = None
 
 
 def parse_generation(
@@ -140,9 +135,15 @@ def parse_generation(
     return checked_generation(sampled, request, vocab_size, experts)
 
 
-def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
+def parse_scores(
+    body: bytes, token_ids: Sequence[int], vocab_size: int | None = None
+) -> list[float]:
     """Parses the log-probs at temperature 1 of all tokens but the first; raises InvalidAnswer."""
     entries = parse(GenerateAnswer, body).meta_info.input_token_logprobs
+    for entry, token in zip(entries, token_ids, strict=False):
+        # SGLang 0.5.23 names the last token of the vocabulary 0, with the right log-prob.
+        if vocab_size is not None and token == vocab_size - 1 and entry.token == 0:
+            entry.token = token
     return checked_log_probs(Numbers("q", token_ids[1:]), entries[1:]).tolist()
 
 
@@ -170,8 +171,3 @@ def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
         for name, checksum in rank.checksums.items():
             checksums.setdefault(name, []).append(checksum)
     return checksums
-
-
-def parse_workers(body: bytes) -> list[str]:
-    """Parses the URLs of a router's servers."""
-    return [worker.url for worker in parse(ControlAnswer, body).workers or ()]

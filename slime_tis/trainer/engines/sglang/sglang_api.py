@@ -18,11 +18,12 @@ import torch
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.answers import parse
+from slime_tis.trainer.engines.servers.answers import parse, parse_workers
 from slime_tis.trainer.engines.servers.api import (
     CONTROL_TIMEOUT,
     HEALTH_TIMEOUT,
     HOST,
+    NEUTRAL_SAMPLING_PARAMS,
     Bucket,
     Call,
     Connection,
@@ -49,19 +50,11 @@ from slime_tis.trainer.engines.sglang.sglang_answers import (
     parse_generation,
     parse_scores,
     parse_top,
-    parse_workers,
 )
 from slime_tis.trainer.engines.weight_rounding import Precision
 
 OLDEST = (0, 5, 23)
 """The first version that reports a weight version per token, sampling masks and checksums."""
-NEUTRAL_SAMPLING_PARAMS = {
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
-"""Sent with each request: defaults of the server or checkpoint must not change the distribution."""
 CHECKSUM_BYTES = 64 << 20
 """Maximum answer of /weights_checker, in bytes: about 100 per tensor and rank."""
 INPUT_MARGIN = 6
@@ -125,7 +118,7 @@ class SGLangApi:
         return Call(
             endpoint="/generate",
             body=score_body(token_ids),
-            parse=partial(parse_scores, token_ids=token_ids),
+            parse=partial(parse_scores, token_ids=token_ids, vocab_size=self.model.vocab_size),
             max_bytes=max_answer_bytes(len(token_ids)),
         )
 
@@ -173,12 +166,8 @@ class SGLangApi:
         return control("/abort_request", {"rid": request_id})
 
     def workers(self) -> Call[list[str]]:
-        """GET /workers of the gateway, which appends @RANK to URLs of data-parallel ranks."""
-
-        def urls(body: bytes) -> list[str]:
-            return [re.sub(r"@\d+$", "", url) for url in parse_workers(body)]
-
-        return Call(endpoint="/workers", parse=urls)
+        """GET /workers of the gateway."""
+        return Call(endpoint="/workers", parse=parse_workers)
 
     async def check_health(self, server: Connection) -> None:
         """GET /health, which samples a token; a paused server fails."""
