@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_tis.analysis.report.overview import spread as spread_over_runs
+from slime_tis.analysis.report.overview import group_points
 from slime_tis.atomic_files import atomic_file, write_atomically
 from studies.collapse.cases import ROOT, Curve, Grid, Study
 from studies.collapse.results import Row, read_table
@@ -228,10 +228,14 @@ def _draw_case(
     axis: Any, seeds: Sequence[Row], curve: Curve, label: str, lines: dict[str, Any]
 ) -> None:
     """The median over seeds as a line, their range as a band; only steps that all seeds have."""
-    steps, median, low, high = spread_over_runs([dict(getattr(row, curve)) for row in seeds])
+    points = group_points([dict(getattr(row, curve)) for row in seeds])
+    columns = list(zip(*points.members, strict=True))
+    median = [statistics.median(values) for values in columns]
+    low = [min(values) for values in columns]
+    high = [max(values) for values in columns]
     color, style = LOOKS.get(label, (None, "-"))
-    (line,) = axis.plot(steps, median, style, color=color, label=label)
-    axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.1)
+    (line,) = axis.plot(points.steps, median, style, color=color, label=label)
+    axis.fill_between(points.steps, low, high, color=line.get_color(), alpha=0.1)
     lines[label] = line
 
 

@@ -225,7 +225,9 @@ def test_two_runs_in_one_page(run, tmp_path, capsys):
         assert main(["report", *wrong]) == 2
 
 
-def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monkeypatch):
+@pytest.fixture
+def seed_traces(tmp_path, monkeypatch):
+    """The lines of the reward after the command of the page, on two groups of two seeds."""
     monkeypatch.chdir(tmp_path)
     (command,) = [block for block in blocks("report.md", "") if "seeds.html" in block]
     argv = shlex.split(command)[1:]
@@ -241,15 +243,22 @@ def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monke
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(argv) == 0
     data = Parsed(Path("seeds.html").read_text()).data
-    low, high, median, *others = data["overview"][0]["traces"]
-    assert median["name"] == "tis_level=token (2 runs): rollout reward" and median["x"] == [
-        0,
-        1,
-        2,
-        3,
-    ]
-    assert (low["y"], median["y"], high["y"]) == ([0, 1, 2, 3], [0, 2.5, 5, 7.5], [0, 4, 8, 12])
-    assert high["fill"] == "tonexty" and len(others) == 3 and data["title"] == "4 runs"
+    assert data["title"] == "4 runs"
+    return data["overview"][0]["traces"]
+
+
+def test_runs_that_differ_in_seeds_have_a_line_each(seed_traces):
+    first, second, *_ = seed_traces
+    assert (first["y"], second["y"]) == ([0, 1, 2, 3], [0, 4, 8, 12])
+    assert first["showlegend"] is second["showlegend"] is False
+    assert len(seed_traces) == 6
+
+
+def test_the_mean_over_seeds_has_the_name_of_the_group(seed_traces):
+    mean = seed_traces[2]
+    assert mean["name"] == "tis_level=token (2 runs): rollout reward"
+    assert mean["x"] == [0, 1, 2, 3]
+    assert mean["y"] == [0, 2.5, 5, 7.5]
 
 
 def test_a_comparison_names_the_changed_option_and_engine(run, tmp_path, capsys):

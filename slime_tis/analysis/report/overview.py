@@ -12,8 +12,8 @@ from slime_tis.analysis.report.report_inputs import Source
 from slime_tis.errors import one_line
 from slime_tis.health import METRIC_PREFIXES, STEP_RULES, Rows, evaluate
 
-Points = tuple[list[int], list[float], list[float], list[float]]
-"""Steps, and the median, lowest and highest value over the runs of a group."""
+MEMBER_OPACITY = 0.4
+"""Opacity of the line of one run of a group, next to the group's mean."""
 PER_RUN_OPTIONS = (
     "seed",
     "rollout_seed",
@@ -117,6 +117,15 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 METRIC_PREFIXES. A name that ends in / means all metrics directly below it."""
 
 
+class Points(NamedTuple):
+    """A metric over the steps that all runs of a group logged."""
+
+    steps: list[int]
+    mean: list[float]
+    members: list[list[float]]
+    """The values of each run."""
+
+
 class Group(NamedTuple):
     """Runs that differ only in `PER_RUN_OPTIONS`.
 
@@ -166,23 +175,19 @@ def group_runs(sources: Sequence[Source]) -> list[Group]:
     return named
 
 
-def spread(curves: Sequence[Mapping[int, float]]) -> Points:
-    """Returns the common steps, and the median, lowest and highest value at each step."""
+def group_points(curves: Sequence[Mapping[int, float]]) -> Points:
+    """Returns the mean and the values of all runs, at the steps that all of them logged."""
     steps = sorted(set.intersection(*map(set, curves)))
-    columns = [[curve[step] for curve in curves] for step in steps]
-    return (
-        steps,
-        list(map(statistics.median, columns)),
-        list(map(min, columns)),
-        list(map(max, columns)),
-    )
+    members = [[curve[step] for step in steps] for curve in curves]
+    mean = [statistics.fmean(values) for values in zip(*members, strict=True)]
+    return Points(steps=steps, mean=mean, members=members)
 
 
 def plots(groups: Sequence[Group]) -> list[Plot]:
     """Returns one plot for each panel with logged metrics.
 
     A single group has one color per metric. Several groups have one color each, and one line style
-    per metric. A group's line is the median over its runs, and a band shows their range.
+    per metric. A group's line is the mean over its runs, and each run is a thin line.
     """
     drawn = []
     for key, title, description, names in PANELS:
@@ -217,8 +222,8 @@ def _panel_traces(
                 curves_of_label.setdefault(label, []).append(curve)
         for label, curves in curves_of_label.items():
             rank = ranks.setdefault(label, len(ranks))
-            points = spread(curves)
-            if not points[0]:  # the runs have no common step
+            points = group_points(curves)
+            if not points.steps:  # the runs have no common step
                 continue
             name = label
             color = rank
@@ -227,12 +232,8 @@ def _panel_traces(
                 name = f"{group.name}: {label}"
                 color = index
                 dash = DASHES[rank % len(DASHES)]
-            traces += _median_and_range(
-                _thinned(points),
-                name=html.escape(name),
-                color=color,
-                dash=dash,
-                with_range=len(group.sources) > 1,
+            traces += _mean_and_members(
+                _thinned(points), name=html.escape(name), color=color, dash=dash
             )
     return traces
 
@@ -256,25 +257,23 @@ def _warning_lines(rows: Rows) -> list[dict[str, Any]]:
     return shapes
 
 
-def _median_and_range(
-    points: Points, *, name: str, color: int, dash: str, with_range: bool
-) -> list[dict[str, Any]]:
-    steps, median, low, high = points
-    middle = line(steps, median, name, color)
-    middle["line"]["dash"] = dash
-    if len(steps) <= MAX_POINTS_WITH_MARKERS:
-        middle["mode"] = "lines+markers"
-    if not with_range:
-        return [middle]
-    edge = {"mode": "lines", "showlegend": False, "hoverinfo": "skip"}
-    lowest = line(steps, low, name, color, **edge)
-    lowest["line"]["width"] = 0
-    highest = line(steps, high, name, color, **edge)
-    highest["line"]["width"] = 0
-    # plotly fills down to the trace before, so `lowest` must come first. 26 is an opacity of 15 %.
-    highest["fill"] = "tonexty"
-    highest["fillcolor"] = COLORS[color % len(COLORS)] + "26"
-    return [lowest, highest, middle]
+def _mean_and_members(points: Points, *, name: str, color: int, dash: str) -> list[dict[str, Any]]:
+    """Returns the line of the mean, and before it a thin line per run if there are several."""
+    mean = line(points.steps, points.mean, name, color)
+    mean["line"]["dash"] = dash
+    if len(points.steps) <= MAX_POINTS_WITH_MARKERS:
+        mean["mode"] = "lines+markers"
+    if len(points.members) == 1:
+        return [mean]
+    traces = []
+    for values in points.members:
+        # The legend and the pointer's label would repeat the group's name for every run.
+        quiet = {"opacity": MEMBER_OPACITY, "showlegend": False, "hoverinfo": "skip"}
+        member = line(points.steps, values, name, color, **quiet)
+        member["line"] |= {"width": 0.8, "dash": dash}
+        traces.append(member)
+    mean["line"]["width"] = 2.2
+    return [*traces, mean]
 
 
 def warnings(rows: Rows) -> list[dict[str, Any]]:
@@ -317,22 +316,20 @@ def last_values(rows: Rows) -> dict[str, float]:
 
 
 def _thinned(points: Points) -> Points:
-    """At most MAX_POINTS points: each stretch of steps keeps its smallest and largest median."""
-    steps, median, low, high = points
-    if len(steps) <= MAX_POINTS:
+    """At most MAX_POINTS points: each stretch of steps keeps its smallest and largest mean."""
+    if len(points.steps) <= MAX_POINTS:
         return points
-    median_values = np.array(median)
+    mean = np.array(points.mean)
     kept: set[int] = set()
-    for stretch in np.array_split(np.arange(len(steps)), MAX_POINTS // 2):
-        values = median_values[stretch]
+    for stretch in np.array_split(np.arange(len(mean)), MAX_POINTS // 2):
+        values = mean[stretch]
         kept.add(int(stretch[values.argmin()]))
         kept.add(int(stretch[values.argmax()]))
     order = sorted(kept)
-    return (
-        [steps[index] for index in order],
-        [median[index] for index in order],
-        [low[index] for index in order],
-        [high[index] for index in order],
+    return Points(
+        steps=[points.steps[index] for index in order],
+        mean=[points.mean[index] for index in order],
+        members=[[values[index] for index in order] for values in points.members],
     )
 
 
