@@ -17,7 +17,7 @@ from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sample_file import from_dict, load_batches, save_batches, to_dict
 from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation, is_due
-from slime_tis.trainer.megatron import sharded_checkpoint
+from slime_tis.trainer.megatron import checkpoint_saving, sharded_checkpoint
 from slime_tis.trainer.megatron.routing_replay import drop_routing
 from slime_tis.trainer.rollout.prefetch import FinishedBatch
 from slime_tis.trainer.storage.checkpoint_files import (
@@ -26,6 +26,7 @@ from slime_tis.trainer.storage.checkpoint_files import (
     changed,
     changed_options,
     check_options,
+    checkpoint_path,
     checkpoints,
     read_trainer_state,
 )
@@ -43,6 +44,14 @@ class Position:
     unfinished: list[list[Sample]] = field(default_factory=list)
     in_flight: list[FinishedBatch] = field(default_factory=list)
     """Complete rollouts that are not trained on yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A checkpoint that is being written in the background."""
+
+    saving: checkpoint_saving.Saving
+    step: int
 
 
 SAMPLING_OPTIONS = (
@@ -112,6 +121,8 @@ class Checkpointer:
     """Returns the counters of the health warnings after the steps so far."""
     saved_step: int | None = None
     """The step of the latest checkpoint under --save; None if this run has not saved one."""
+    pending: Pending | None = None
+    """The checkpoint that is being written in the background."""
 
     def resume(self, path: Path, state: TrainerState) -> None:
         """Restores the policy, the rollout engine and the evaluation."""
@@ -175,7 +186,11 @@ class Checkpointer:
         return rollouts
 
     def save(self, before_it_counts: Callable[[], object] = lambda: None) -> None:
-        """Writes a checkpoint of the position; a collective."""
+        """Writes a checkpoint of the position, or begins to with --async-save; a collective.
+
+        A checkpoint that is still being written is completed first.
+        """
+        self.complete()
         config = self.config
         position = self.position
         sampler = self.weights.sampler
@@ -196,16 +211,38 @@ class Checkpointer:
         if dump is not None:
             with engine.timer("train_dump"):
                 dump.flush()
-        sharded_checkpoint.save(
-            config.save,
-            position.step,
-            engine,
-            asdict(state),
+        saving = checkpoint_saving.Saving(
+            final=checkpoint_path(config.save, position.step),
+            engine=engine,
+            run=self.run_id,
             retain=config.save_retain,
-            write_extra=write_extra,
-            before_it_counts=before_it_counts,
         )
-        self.saved_step = position.step
+        saving.start(asdict(state), write_extra, in_background=config.async_save)
+        self.pending = Pending(saving=saving, step=position.step)
+        if config.async_save:
+            before_it_counts()
+        else:
+            self.complete(before_it_counts)
+
+    def complete(self, before_it_counts: Callable[[], object] = lambda: None) -> None:
+        """Waits for the checkpoint that is being written, if there is one; a collective."""
+        pending = self.pending
+        if pending is None:
+            return
+        self.pending = None
+        pending.saving.complete(before_it_counts)
+        self.saved_step = pending.step
+
+    def complete_if_written(self) -> None:
+        """Completes the checkpoint in the background if all files are written; a collective."""
+        if self.pending is not None and self.pending.saving.is_written():
+            self.complete()
+
+    def abandon(self) -> None:
+        """Removes the files of a checkpoint in the background, after an error of the run."""
+        if self.pending is not None:
+            self.pending.saving.abandon()
+            self.pending = None
 
     def _trainer_state(self) -> TrainerState:
         """Returns the state of the trainer at the position."""
@@ -244,6 +281,7 @@ class Checkpointer:
 
     def save_before_stopping(self) -> str:
         """Saves the position, unless it is saved; returns a message with the directory."""
+        self.complete()
         save = self.config.save
         step = self.position.step
         if self.position.rollout_id == 0:

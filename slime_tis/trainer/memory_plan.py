@@ -330,10 +330,7 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         raise ValueError(problems)
     weights = census(config)
     stages = weights.stages(config, world_size)
-    selected = config.selected_weights
-    if selected is not None and not all(stage.temporary for stage in stages):
-        option, _ = selected
-        raise ValueError(untrained_message(option, len(stages)))
+    trained = list(_trained(config, weights, stages))
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
     bytes_per_weight = 4 if config.precision == "fp32" else 2
@@ -345,12 +342,9 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         f" {len(stages)} × context {config.context_parallel_size} × data {data}, expert"
         f" {config.expert_model_parallel_size}",
     ]
-    if selected is not None:
-        lines.append(
-            f"{weights.trained:,} parameters are trained; the others have no gradient and no"
-            " optimizer state."
-        )
+    lines += trained
     lines += _table(stages, memory)
+    lines += _copies(config, stages)
     lines += [
         f"tokens: the largest micro-batch that fits into {USABLE:.0%} of {gpu_memory:g} GiB.",
         f"Weight update: {update:.2f} GB, {update / bandwidth:.2f} s at {bandwidth:g} GB/s.",
@@ -370,6 +364,34 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         flags = " ".join(_flags(layout))
         lines.append(f"Smallest layout that fits {MIN_TOKENS:,} tokens: {count}, {flags}")
     return "\n".join(lines)
+
+
+def _trained(config: MegatronConfig, weights: Census, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yields a line about frozen weights; nothing if all weights are trained.
+
+    Raises:
+        ValueError: A stage has nothing to train.
+    """
+    selected = config.selected_weights
+    if selected is None:
+        return
+    option, _ = selected
+    if not all(stage.temporary for stage in stages):
+        raise ValueError(untrained_message(option, len(stages)))
+    yield (
+        f"{weights.trained:,} parameters are trained; the others have no gradient and no"
+        " optimizer state."
+    )
+
+
+def _copies(config: MegatronConfig, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yields a line about the memory of --async-save; nothing without it."""
+    if config.async_save:
+        copies = max(stage.weights + stage.optimizer for stage in stages)
+        yield (
+            f"--async-save: up to {copies / GIB:.2f} GiB of main memory per rank, for copies of"
+            " weights and optimizer state."
+        )
 
 
 def _table(stages: Sequence[Stage], memory: float) -> Iterator[str]:

@@ -52,6 +52,7 @@ def train(run: Run) -> None:
         if run.rollout_id % run.process.arguments.rollout.update_weights_interval == 0:
             rollout.metrics |= run.weights.send()
             show(run.process.parallel, run.engine_check.after_update())
+        run.checkpointer.complete_if_written()
         run.unreported[-1] |= rollout.metrics | evaluate_when_due(run)
         if run.checkpointer.is_due(run.rollout_id, run.num_rollout):
             run.checkpointer.save(before_it_counts=partial(report_rollout, run))
@@ -177,6 +178,7 @@ def finish(run: Run) -> None:
 
     The printed summary has the accuracy before and after training.
     """
+    run.checkpointer.complete()
     if run.process.arguments.megatron.save is not None:
         check_interrupts(run)  # an interrupted run can be resumed, which then exports
     directory = run.process.arguments.megatron.save_hf

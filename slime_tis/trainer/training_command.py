@@ -17,6 +17,7 @@ from slime_tis.trainer.cli.train_options import Arguments
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.exits import exit_status, message_of, report_error
 from slime_tis.trainer.megatron.parallel import connect_store, initialize, shut_down
+from slime_tis.trainer.megatron.sharded_checkpoint import CheckpointError
 from slime_tis.trainer.setup import Run, set_up
 from slime_tis.trainer.stop_signals import Interrupted, Interrupts
 from slime_tis.trainer.train import end_rollout, report, train
@@ -53,7 +54,8 @@ def _run(arguments: Arguments, interrupts: Interrupts) -> int:
         with ExitStack() as opened:
             run = set_up(arguments, parallel, interrupts, opened)
             interrupts.started()
-            with logging_before_an_error(run), saving_before_stopping(run):
+            opened.callback(run.checkpointer.abandon)
+            with logging_before_an_error(run), completing_a_save(run), saving_before_stopping(run):
                 train(run)
     except Exception as error:
         if os.environ.get("SLIME_TIS_TRACEBACK"):
@@ -74,6 +76,22 @@ def logging_before_an_error(run: Run) -> Iterator[None]:
     except BaseException:
         with suppress(OSError):
             report(run, run.unreported, run.learner.step or run.rollout_id)
+        raise
+
+
+@contextmanager
+def completing_a_save(run: Run) -> Iterator[None]:
+    """After an error, completes a checkpoint that is being written in the background.
+
+    Several ranks cannot: one that has failed alone would leave the others in a collective. Then the
+    unfinished checkpoint is removed, and the earlier one remains.
+    """
+    try:
+        yield
+    except Exception:
+        if run.process.parallel.size == 1:
+            with suppress(CheckpointError):
+                run.checkpointer.complete()
         raise
 
 

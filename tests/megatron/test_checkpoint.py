@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from slime_tis.hf_directory import MoeSizes, load_config, moe_sizes
 from slime_tis.trainer.configs.megatron import MegatronConfig
-from slime_tis.trainer.megatron import sharded_checkpoint
+from slime_tis.trainer.megatron import checkpoint_saving, sharded_checkpoint
 from slime_tis.trainer.megatron.architecture import uses_transformer_engine
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
@@ -51,7 +51,7 @@ FP16 = {"fp16": True, "initial_loss_scale": 1024.0}
 def test_resumption_is_bitwise(options, model, parallel, tmp_path):
     engine = build(model, parallel, **options)
     steps(engine, 2)
-    sharded_checkpoint.save(tmp_path, 2, engine, {"run": "a", "step": 2}, retain=2)
+    checkpoint_saving.save(tmp_path, 2, engine, {"run": "a", "step": 2}, retain=2)
     expected = steps(engine, 2)
     resumed = build(model, parallel, **options)
     checkpoint, _ = sharded_checkpoint.latest_complete_checkpoint(tmp_path)
@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(model, parallel):
 
 
 def test_a_checkpoint_of_another_model_is_refused(model, parallel, tmp_path):
-    sharded_checkpoint.save(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}, retain=1)
+    checkpoint_saving.save(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}, retain=1)
     make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=3)
     with pytest.raises(sharded_checkpoint.CheckpointError, match="another model or layout"):
         sharded_checkpoint.load(
@@ -101,7 +101,7 @@ def other_options(request, model, parallel, tmp_path):
     """A run resumed after two steps, with other options of the optimizer."""
     engine = build(model, parallel, use_distributed_optimizer=request.param)
     steps(engine, 2)
-    sharded_checkpoint.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
+    checkpoint_saving.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
     config = MegatronConfig(
         hf_checkpoint=str(model),
         lr=1e-2,
@@ -140,7 +140,7 @@ def test_a_full_disk_is_found_behind_torchs_error(name):
     positions_differ, wrapped = RuntimeError("unexpected pos 64 vs 0"), ValueError("cannot write")
     setattr(positions_differ, name, disk_full)
     setattr(wrapped, name, positions_differ)
-    assert sharded_checkpoint._os_error(wrapped) is disk_full
+    assert checkpoint_saving._os_error(wrapped) is disk_full
 
 
 def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
         raise AssertionError("a process was forked")
 
     monkeypatch.setattr(os, "fork", no_fork)
-    sharded_checkpoint.save(tmp_path, 1, engine, {"run": "a"}, retain=1)
+    checkpoint_saving.save(tmp_path, 1, engine, {"run": "a"}, retain=1)
     assert {path.name for path in (tmp_path / "iter_0000001").iterdir()} == {
         "__0_0.distcp",
         "__0_1.distcp",
@@ -263,4 +263,4 @@ def test_only_dense_models_use_transformer_engine(
 
 
 def test_an_error_without_text_is_named_by_its_type():
-    assert sharded_checkpoint._reason(RuntimeError("")) == "RuntimeError"
+    assert sharded_checkpoint.reason(RuntimeError("")) == "RuntimeError"

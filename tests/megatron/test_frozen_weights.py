@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_tis.trainer.configs.megatron import MegatronConfig
-from slime_tis.trainer.megatron import sharded_checkpoint
+from slime_tis.trainer.megatron import checkpoint_saving, sharded_checkpoint
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.frozen_weights import slime_names
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_finite_is_seen(model, parallel):
 def test_resumption_is_bitwise(options, model, parallel, tmp_path):
     engine = build(model, parallel, **FREEZE, **options)
     train(engine, 2)
-    sharded_checkpoint.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
+    checkpoint_saving.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
     expected = train(engine, 2)
     resumed = build(model, parallel, **FREEZE, **options)
     sharded_checkpoint.load(tmp_path / "iter_0000002", resumed)

@@ -266,6 +266,13 @@ def test_a_pattern_without_a_match_is_refused(tmp_path, capsys):
     assert "'wq_b', which is found in no weight's name" in capsys.readouterr().err
 
 
+def test_the_copies_of_a_save_are_named(tmp_path, capsys):
+    model = make_checkpoint(tmp_path, "qwen3")
+    flags = ["--hf-checkpoint", str(model), "--save", "x", "--async-save"]
+    assert main(["plan", "--world-size", "1", *flags]) == 0
+    assert "--async-save: up to 0.00 GiB of main memory per rank" in capsys.readouterr().out
+
+
 def memory_of(run):
     """(largest, last) number of bytes of tensors during a call, beyond those before it."""
     with profile(profile_memory=True) as recorded:

@@ -300,10 +300,6 @@ ADVICE: Mapping[str, str] = {
     "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix": (
         "use WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY or WANDB_RUN_ID"
     ),
-    "--async-save": (
-        "a checkpoint counts only when its files are written and checked, before the next rollout;"
-        " remove it"
-    ),
     "--no-save-optim --no-load-optim --no-load-rng --finetune --ckpt-*": (
         "a checkpoint has weights, optimizer and data; to start from weights only, use"
         " --hf-checkpoint"

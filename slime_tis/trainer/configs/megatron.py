@@ -37,6 +37,9 @@ class MegatronConfig:
         None, needs=("--save",)
     )
     """Rollouts between two checkpoints; unset: only at the end."""
+    async_save: bool = checkpoint_option(False, needs=("--save",))
+    """Write checkpoints in the background, from copies in main memory; complete after the next
+    rollout, or later."""
     save_hf: str | None = checkpoint_option(None, metavar="DIR")
     """Directory for the policy in Hugging Face format: absent, empty or an earlier export."""
     save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = checkpoint_option(

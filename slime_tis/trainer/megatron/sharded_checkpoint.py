@@ -1,16 +1,15 @@
 """Training checkpoints and exports: complete or absent, with files that are checked before loading.
 
+`checkpoint_saving` writes checkpoints; this module has what they contain, and reads them.
+
 A checkpoint contains the trainer's state, and megatron-core's distributed checkpoint of model,
 optimizer, scheduler and random state. `slime_tis.trainer.storage.checkpoint_files` names the files.
 All functions except `remove_older` are collectives. The second half works around megatron-core
 0.16.1 and uses private names: check it after an upgrade.
 """
 
-import json
-import queue
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -25,7 +24,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
@@ -51,80 +49,6 @@ that the scheduler sets."""
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message is for the user."""
-
-
-def save(
-    directory: str | Path,
-    step: int,
-    engine: TrainingEngine,
-    trainer_state: dict[str, Any],
-    *,
-    retain: int,
-    write_extra: Callable[[Path], object] = lambda directory: None,
-    before_it_counts: Callable[[], object] = lambda: None,
-) -> None:
-    """Writes the checkpoint `directory/iter_STEP`, then removes older checkpoints of the run.
-
-    Args:
-        directory: The directory of the run's checkpoints.
-        step: Number of optimizer steps made.
-        engine: The engine that is saved.
-        trainer_state: Content of the trainer's file.
-        retain: Number of the run's newest checkpoints to keep.
-        write_extra: Writes further files to the given directory, on the main process.
-        before_it_counts: Called when all files are written, before the checkpoint gets the name
-            under which a run resumes it.
-
-    Raises:
-        CheckpointError: The checkpoint could not be written.
-    """
-    final = files.checkpoint_path(directory, step)
-    path = final.with_name(f".{final.name}.unfinished")
-    is_main = engine.parallel.is_main
-    run = trainer_state["run"]
-
-    def on_main(action: Callable[[], object]) -> None:
-        """Runs an action on the main process; its error is raised on all ranks."""
-        on_every_rank(action if is_main else lambda: None)
-
-    def write_state() -> None:
-        write_extra(path)
-        text = json.dumps(trainer_state, indent=2) + "\n"
-        (path / files.TRAINER_STATE).write_text(text, encoding="utf-8")
-
-    try:
-        with engine.timer("save"), _naming_the_checkpoint(final):
-            on_main(lambda: files.begin(final))
-            _save_sharded(_sharded_state(engine, is_loading=False), path)
-            on_main(write_state)
-            names = files.files_of(path)
-            for name in names:  # files with other names would never be removed
-                assert files.OWN_FILE.fullmatch(name), name
-            sums: dict[str, str] = {}
-            for share in on_every_rank(lambda: files.checksums(path, _share(names))):
-                sums |= share
-            on_main(lambda: files.write_manifest(path, sums))
-        before_it_counts()
-        with _naming_the_checkpoint(final):
-            on_main(lambda: files.finish(path, final, run))
-    except BaseException:
-        if is_main:
-            files.discard(path)
-        raise
-    if is_main:
-        remove_older(final, run, retain)
-
-
-@contextmanager
-def _naming_the_checkpoint(final: Path) -> Iterator[None]:
-    """Raises CheckpointError, with the checkpoint's path, after any error."""
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"could not write checkpoint {final}: {_reason(error)}; earlier checkpoints are intact,"
-            " free space (or fix the path) and resume with --load"
-        ) from error
 
 
 def latest_complete_checkpoint(directory: str | Path) -> tuple[Path, list[str]] | None:
@@ -164,7 +88,7 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
     try:
         with torch.no_grad():
             state = dist_checkpointing.load(
-                _sharded_state(engine, is_loading=True),
+                sharded_state(engine, is_loading=True),
                 str(checkpoint),
                 sharded_strategy=SafeShardedStrategy(),
                 common_strategy=SafeCommonStrategy(),
@@ -191,7 +115,7 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         if not isinstance(cause, UnsafeFile):
             advice = "was it saved with another model or layout?"
         raise CheckpointError(
-            f"could not load checkpoint {checkpoint}: {_reason(cause)}; {advice}"
+            f"could not load checkpoint {checkpoint}: {reason(cause)}; {advice}"
         ) from error
 
 
@@ -252,14 +176,14 @@ def _damage(checkpoint: Path) -> str | None:
     """Describes damage in this rank's share of a checkpoint's files; None without damage."""
     try:
         sums = files.read_manifest(checkpoint)
-        share = {name: sums[name] for name in _share(sorted(sums))}
+        share = {name: sums[name] for name in files_of_this_rank(sorted(sums))}
         files.check(checkpoint, share)
     except files.Damaged as error:
         return str(error)
     return None
 
 
-def _share(names: list[str]) -> list[str]:
+def files_of_this_rank(names: list[str]) -> list[str]:
     """Returns the files that this rank reads."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
@@ -275,7 +199,7 @@ def _innermost(error: BaseException) -> BaseException:
             return error
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Returns the last line of the innermost cause's text, or its type if it has no text."""
     cause = _innermost(error)
     lines = str(cause).strip().splitlines()
@@ -284,7 +208,7 @@ def _reason(error: BaseException) -> str:
     return lines[-1]
 
 
-def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:
     """Returns the state that megatron-core saves, or loads into."""
     model = engine.model.module.sharded_state_dict()
     metadata = {}
@@ -320,53 +244,6 @@ def _sharded_reference(engine: TrainingEngine) -> dict[str, Any]:
         state: dict[str, Any] = engine.model.module.sharded_state_dict()
         dict_list_map_inplace(as_reference, state)
     return state
-
-
-def _save_sharded(state: dict[str, Any], directory: Path) -> None:
-    """Saves a state in this process.
-
-    `dist_checkpointing.save` would write in a child process, and wait forever if it is killed.
-    """
-    # Without this queue, megatron-core starts a manager process, which imports the program's main
-    # module again.
-    filesystem_async._results_queue = queue.Queue()
-    request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
-    assert request is not None
-    if request.async_fn is not None:  # this rank has something to write
-        transforms, _ = request.async_fn.args
-        request = request._replace(async_fn=partial(_write_buckets, transforms))
-    request.execute_sync()
-
-
-def _write_buckets(
-    transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]"
-) -> None:
-    """Replaces megatron-core's function that writes each bucket in a child process."""
-    outcomes: dict[int, Any] = {}
-    for number, bucket in enumerate(buckets):
-        written: queue.Queue[tuple[int, Any]] = queue.Queue()
-        started: queue.Queue[int] = queue.Queue()
-        started.put(number)  # megatron-core takes the number when it has written the bucket
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, number, bucket, written, started, use_fsync=True
-        )
-        _, outcomes[number] = written.get()
-    for outcome in outcomes.values():
-        if isinstance(outcome, Exception):
-            results.put(_os_error(outcome))
-            return
-    results.put(outcomes)
-
-
-def _os_error(error: Exception) -> BaseException:
-    """Returns the OSError that caused an error; the error if there is none.
-
-    For a full disk, torch's message only says that file positions differ.
-    """
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, OSError):
-        link = link.__cause__ or link.__context__
-    return link or error
 
 
 def torch_adams(optimizer: Any) -> Iterator[Any]:

@@ -406,6 +406,9 @@ class TrainingEngine:
         # Autograd's gradient of one weight exists until it is added to main_grad.
         gradient = max(weight.nbytes for weight in weights)
         free = free_memory(parallel.device, parallel.local_size) - moments - gradient
+        if config.async_save and parallel.device.type == "cpu":
+            # copies of weights and optimizer state, while they are written
+            free -= moments + sum(weight.nbytes for weight in self.model.module.parameters())
         least_free = -parallel.largest(-free)  # of all ranks
         return TokenBudget.that_fits(max(least_free, 0), self._token_bytes)
 

@@ -71,6 +71,7 @@ UNREPORTED_OPTIONS = {
     "save",
     "save_hf",
     "save_interval",
+    "async_save",
     "output_dir",
     "progress",
     "num_threads",
@@ -136,9 +137,14 @@ def checkpoints(directory: str | Path) -> list[Path]:
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
+def unfinished_path(checkpoint: Path) -> Path:
+    """Returns the path that a checkpoint has until it is complete."""
+    return checkpoint.with_name(f".{checkpoint.name}.unfinished")
+
+
 def begin(checkpoint: Path) -> Path:
     """Makes the directory of an unfinished checkpoint and removes the files of killed runs."""
-    unfinished = checkpoint.with_name(f".{checkpoint.name}.unfinished")
+    unfinished = unfinished_path(checkpoint)
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     sweep(checkpoint.parent)
     if unfinished.exists():
