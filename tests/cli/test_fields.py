@@ -98,6 +98,13 @@ LANDINGS = [
         "server_args",
         ("--tp-size", "2", "--disable-x", "--dtype=float32"),
     ),
+    (
+        "--rollout-engine vllm --vllm-launch 2 --vllm-dtype float32 --vllm-tensor-parallel-size=2",
+        "vllm",
+        "server_args",
+        ("--dtype", "float32", "--tensor-parallel-size=2"),
+    ),
+    ("--rollout-engine vllm --vllm-launch 1", "vllm", "weight_sync", "disk"),
     ("", "loop", "global_batch_size", 32),
     ("", "loop", "num_steps_per_rollout", 1),
     ("--global-batch-size 16", "loop", "num_steps_per_rollout", 2),

@@ -8,6 +8,7 @@ from slime_tis.trainer.cli.train_arguments import parse_args
 from tests.cli.conftest import refusal
 
 SGLANG = "--rollout-engine sglang --sglang-launch 1 "
+VLLM = "--rollout-engine vllm --vllm-launch 1 "
 # (flags, part of the message)
 REFUSALS = [
     # values
@@ -155,6 +156,14 @@ REFUSALS = [
         "--sglang-ssl-keyfile-password-env VARIABLE",
     ),
     ("--sglang-port 1 " + SGLANG, "--sglang-base-port"),
+    ("--rollout-engine vllm", "add --vllm-url URL, --vllm-router-ip with"),
+    ("--vllm-model m " + VLLM, "--vllm-server-args has --model, which the run sets itself"),
+    ("--vllm-api-key s3cret " + VLLM, "--vllm-api-key-env"),
+    ("--vllm-hf-token s3cret " + VLLM, "--vllm-hf-token-env VARIABLE"),
+    ("--vllm-concurrency 0 " + VLLM, "--vllm-concurrency is 0 but must be 1 to"),
+    ("--vllm-dtype float32 " + SGLANG, "add --rollout-engine vllm --vllm-launch N"),
+    ("--vllm-launch 1 " + SGLANG, "--rollout-engine vllm"),
+    ("--routing-replay-weights --use-rollout-routing-replay " + VLLM, "vLLM returns no weights"),
     ("--sglang-ulr http://a:1 --rollout-engine sglang", "did you mean --sglang-url?"),
     ("--partial-rollout --over-sampling-batch-size 6", "--rollout-engine sglang"),
     ("--over-sampling-batch-size 6", "has no effect without --partial-rollout"),

@@ -51,7 +51,12 @@ from slime_tis.trainer.configs.loop import MOST_SAMPLES, LoopConfig, ReportingCo
 from slime_tis.trainer.configs.megatron import MegatronConfig, read_environment
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
-from slime_tis.trainer.configs.servers import ServerConfig, check_server_args, server_config
+from slime_tis.trainer.configs.servers import (
+    ServerConfig,
+    check_server_args,
+    server_config,
+    server_options,
+)
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
@@ -145,10 +150,9 @@ def _build_arguments(options: Mapping[str, Given]) -> Arguments:
 def _build_servers(engine: str, options: Mapping[str, Given]) -> ServerConfig:
     """Builds the config of an engine's servers from the options with its prefix."""
     values = {}
-    for field in dataclasses.fields(ServerConfig):
-        given = options.get(f"{engine}_{field.name}")
-        if given is not None:
-            values[field.name] = given.value
+    for name in server_options(engine):
+        if name in options:
+            values[name.removeprefix(f"{engine}_")] = options[name].value
     return server_config(engine, **values)
 
 

@@ -42,8 +42,7 @@ SERVER_ENGINES = {
         title="vLLM",
         api="slime_tis.trainer.engines.vllm.vllm_api:VllmApi",
         defaults={"api_key_env": "VLLM_API_KEY", "weight_sync": "disk"},
-        # vLLM has no admin key, and its router knows nothing of the native endpoint.
-        absent=("router_ip", "router_port", "admin_api_key_env"),
+        absent=("admin_api_key_env",),
         own_flags={
             "api-key": "put the key into the environment variable that --vllm-api-key-env names",
             "model": "servers get the --hf-checkpoint",

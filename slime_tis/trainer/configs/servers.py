@@ -160,12 +160,10 @@ class ServerConfig:
     def check_has_servers(self) -> None:
         """Refuses a configuration that names no server."""
         if not _sources(self):
-            router = ""
-            if "router_ip" not in self.entry.absent:
-                router = f" {self.flag('router_ip')} with {self.flag('router_port')},"
             raise ValueError(
                 f"--rollout-engine is {self.engine} but no server is named; add {self.flag('url')}"
-                f" URL,{router} or {self.flag('launch')} N."
+                f" URL, {self.flag('router_ip')} with {self.flag('router_port')}, or"
+                f" {self.flag('launch')} N."
             )
 
 

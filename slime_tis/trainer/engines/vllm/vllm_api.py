@@ -23,11 +23,12 @@ from safetensors import safe_open
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.answers import parse
+from slime_tis.trainer.engines.servers.answers import parse, parse_workers
 from slime_tis.trainer.engines.servers.api import (
     CONTROL_TIMEOUT,
     HEALTH_TIMEOUT,
     HOST,
+    NEUTRAL_SAMPLING_PARAMS,
     RELEASE_TIMEOUT,
     Bucket,
     Call,
@@ -69,13 +70,6 @@ PRECISIONS: dict[str, Precision] = {
 }
 CHECKSUM_BYTES = 64 << 20
 """Maximum answer with checksums, in bytes: about 100 per tensor and rank."""
-NEUTRAL_SAMPLING_PARAMS = {
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
-"""Sent with each request: missing parameters would come from the checkpoint's generation_config."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +142,8 @@ class VllmApi:
         return _post("/abort_requests", {"request_ids": request_ids})
 
     def workers(self) -> Call[list[str]]:
-        """Never called: there are no options for a router of vLLM."""
-        raise NotImplementedError
+        """See ServerApi: GET /workers of vllm-router 0.1.17, which passes other requests on."""
+        return Call(endpoint="/workers", parse=parse_workers)
 
     async def check_health(self, server: Connection) -> None:
         """See ServerApi; vLLM's /health also answers 200 while it is paused."""
