@@ -25,7 +25,7 @@ GPU_FLAGS ?=
 VLLM_PYTHON ?= python3.11
 MERMAID := mermaid@11.9.0
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding study-alarms test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang site test-site test-notebooks check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding study-alarms test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang test-vllm site test-site test-notebooks check format docs clean
 
 help:
 	@echo "Start here:"
@@ -214,7 +214,10 @@ test-te: .venv-te/.installed  ## Build transformer-engine (needs nvcc) and check
 	OMP_NUM_THREADS=1 .venv-te/bin/python -m pytest tests/transformer_engine
 
 test-sglang: install sglang-env  ## Run the tests against real SGLang servers, which they start
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang_server
+	SERVER_ENGINE=sglang OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real_servers
+
+test-vllm: install vllm-env  ## Run the tests against real vLLM servers, which they start
+	SERVER_ENGINE=vllm OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real_servers
 
 # The tools that build and check a package have an environment of their own, as on a machine that only releases.
 .venv-release/.installed: constraints.txt pyproject.toml

@@ -27,8 +27,8 @@ from typing import Any
 
 import pytest
 
+from tests.real_servers.servers import ENGINES, server_environment
 from tests.runs import ROOT, Started, fork_server, start_apart
-from tests.sglang_server.servers import FLAGS, PYTHON, server_environment
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 LINK, SWITCH = "slime0", "switch0"
@@ -140,11 +140,11 @@ class Hosts:
         """Starts a real SGLang server in fp32, without waiting; returns its URL."""
         address = ["--host", ADDRESSES[SERVERS], "--port", "30000"]
         command = [
-            str(PYTHON),
+            str(ENGINES["sglang"].python),
             "-m",
             "sglang.launch_server",
             "--config",
-            str(FLAGS),
+            str(ENGINES["sglang"].flags),
             "--dtype",
             "float32",
             *address,

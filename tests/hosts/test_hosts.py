@@ -19,9 +19,9 @@ import pytest
 
 from tests import runs
 from tests.hosts.conftest import SERVERS, Hosts, Job
+from tests.real_servers.servers import ENGINES
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.runs import Completed, make_task, metrics_of, read_metrics, with_sglang
-from tests.sglang_server.servers import PYTHON
 
 SECONDS = 9.0
 TIMEOUT = ["--distributed-timeout-minutes", str(SECONDS / 60)]
@@ -238,7 +238,8 @@ def test_a_firewall_between_servers_and_rank_0(
 
 
 @pytest.mark.skipif(
-    not PYTHON.exists(), reason="`make sglang-env` builds the environment of SGLang's servers"
+    not ENGINES["sglang"].python.exists(),
+    reason="`make sglang-env` builds the environment of SGLang's servers",
 )
 def test_a_real_server_on_a_third_host(hosts, tmp_path):
     """Weights reach it from rank 0 of another host; the link is down for 2 s after the first

@@ -1,7 +1,7 @@
 """Flags of runs of train.py that launch a server."""
 
+from tests.real_servers.servers import ENGINE
 from tests.runs import free_port
-from tests.sglang_server.servers import FLAGS, PYTHON
 
 
 def without_engine(flags: list[str]) -> list[str]:
@@ -12,17 +12,11 @@ def without_engine(flags: list[str]) -> list[str]:
 
 def server_flags(*, dtype: str) -> list[str]:
     """Flags that launch one server with weights of this type."""
-    return [
-        "--rollout-engine",
-        "sglang",
-        "--sglang-launch",
-        "1",
-        "--sglang-python",
-        str(PYTHON),
-        "--sglang-base-port",
-        str(free_port()),
-        "--sglang-config",
-        str(FLAGS),
-        "--sglang-dtype",
-        dtype,
-    ]
+    prefix = f"--{ENGINE.name}"
+    flags = ["--rollout-engine", ENGINE.name]
+    flags += [f"{prefix}-launch", "1"]
+    flags += [f"{prefix}-python", str(ENGINE.python)]
+    flags += [f"{prefix}-base-port", str(free_port())]
+    flags += [f"{prefix}-config", str(ENGINE.flags)]
+    flags += [f"{prefix}-dtype", dtype]
+    return flags

@@ -1,8 +1,6 @@
-"""Servers that the engine starts, and SGLang's model gateway (smg) before two test servers."""
+"""Servers that the engine starts."""
 
 import os
-import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -15,31 +13,33 @@ import pytest
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
-from slime_tis.trainer.engines.sglang.sglang_api import ROUTING_KEY
-from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, wait_until
-from tests.rollout.sglang.rollouts import PROMPTS, SAMPLING, Run, assert_exact
-from tests.rollout.sglang.test_functions import RUN, assert_two_turns, two_turns
+from tests.real_servers.engines import ServedModel, engine_with_weights
+from tests.real_servers.references import BOUND
+from tests.real_servers.servers import ENGINE, wait_for_decoding
 from tests.runs import free_port
 from tests.samples import flat
-from tests.sglang_server.engines import ServedModel, engine_with_weights
-from tests.sglang_server.references import BOUND
-from tests.sglang_server.servers import FLAGS, PYTHON, wait_for_decoding
 
 KEY = "sk-not-to-be-seen"
+SECURED = {
+    "sglang": (("GET", "/model_info"), ("POST", "/pause_generation")),
+    # vLLM's routes of the development mode take no key.
+    "vllm": (("GET", "/v1/models"), ("POST", "/inference/v1/generate")),
+}
+"""Endpoints that demand the key."""
 N_SAMPLES = 2
 LONG = Sampling(max_response_len=300, n_samples=N_SAMPLES)
 
 
 @dataclass
 class Launch:
-    """A launched server with a key, whose scheduler is killed during a rollout."""
+    """A launched server with a key, whose engine is killed during a rollout."""
 
     unauthorized: dict[str, int] = field(default_factory=dict)
     """Status of requests without a key, by path."""
     refusal: str = ""
     """The message to an engine with a wrong key."""
     samples: list[Sample] = field(default_factory=list)
-    """The rollout during which the scheduler was killed."""
+    """The rollout during which its engine was killed."""
     num_restarts: float = 0
     texts: dict[str, str] = field(default_factory=dict)
     """What others can read: command lines, the server's log, the streams and the engine."""
@@ -57,13 +57,15 @@ def is_running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def scheduler_among(processes: set[psutil.Process]) -> psutil.Process:
-    schedulers = []
+def sampler_among(processes: set[psutil.Process]) -> psutil.Process:
+    """The process that samples: SGLang's scheduler, or vLLM's engine core."""
+    title = {"sglang": "sglang::scheduler", "vllm": "VLLM::EngineCore"}[ENGINE.name]
+    samplers = []
     for process in processes:
-        if process.cmdline()[:1] == ["sglang::scheduler"]:
-            schedulers.append(process)
-    (scheduler,) = schedulers
-    return scheduler
+        if process.cmdline()[:1] == [title]:
+            samplers.append(process)
+    (sampler,) = samplers
+    return sampler
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def streams_in(path: Path) -> Iterator[None]:
 
 
 def refusal_of_a_wrong_key(model: ServedModel, url: str, environment: pytest.MonkeyPatch) -> str:
-    environment.setenv("SGLANG_API_KEY", "wrong")
+    environment.setenv(f"{ENGINE.name.upper()}_API_KEY", "wrong")
     with (
         pytest.raises(ValueError) as error,
         engine_with_weights(
@@ -96,13 +98,17 @@ def refusal_of_a_wrong_key(model: ServedModel, url: str, environment: pytest.Mon
     return str(error.value)
 
 
-def rollout_with_killed_scheduler(
-    engine: ServerEngine, before: set[psutil.Process], log: Path, prompts: list[Prompt]
+def rollout_with_killed_sampler(
+    engine: ServerEngine,
+    before: set[psutil.Process],
+    url: str,
+    log: Path,
+    prompts: list[Prompt],
 ) -> list[Sample]:
     pending = engine.submit(prompts, LONG, seed=0)
-    scheduler = scheduler_among(children() - before)
-    wait_for_decoding(log)
-    scheduler.kill()
+    sampler = sampler_among(children() - before)
+    wait_for_decoding(url, log)
+    sampler.kill()
     return flat(pending.result())
 
 
@@ -111,30 +117,30 @@ def launch(
     model: ServedModel, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory
 ) -> Launch:
     directory = tmp_path_factory.mktemp("launch")
-    log = directory / "sglang_0.log"
+    log = directory / f"{ENGINE.name}_0.log"
     options: dict[str, Any] = {
         "launch": 1,
-        "python": str(PYTHON),
-        "server_args": ("--config", str(FLAGS), "--dtype", "float32"),
+        "python": str(ENGINE.python),
+        "server_args": ("--config", str(ENGINE.flags), "--dtype", "float32"),
         "base_port": free_port(),
         "log_dir": str(directory),
     }
     launch = Launch()
     before = children()
     with pytest.MonkeyPatch.context() as environment, streams_in(directory / "streams"):
-        environment.setenv("SGLANG_API_KEY", KEY)
+        environment.setenv(f"{ENGINE.name.upper()}_API_KEY", KEY)
         environment.setenv("HF_HUB_OFFLINE", "1")
         with engine_with_weights(
             model.checkpoint, model.reference, directory=directory, **options
         ) as engine:
             (url,) = engine.prompt_log_probs([1, 5, 9])
-            for method, path in (("GET", "/model_info"), ("POST", "/pause_generation")):
+            for method, path in SECURED[ENGINE.name]:
                 answer = httpx.request(method, f"{url}{path}", json={}, trust_env=False)
                 launch.unauthorized[path] = answer.status_code
             launch.refusal = refusal_of_a_wrong_key(model, url, environment)
             engine.update_weights(model.reference.named_tensors, 3)
-            launch.samples = rollout_with_killed_scheduler(engine, before, log, prompts)
-            launch.num_restarts = engine.metrics()["rollout/sglang_restarts"]
+            launch.samples = rollout_with_killed_sampler(engine, before, url, log, prompts)
+            launch.num_restarts = engine.metrics()[ENGINE.metric("restarts")]
             processes = children() - before
             launch.num_processes = len(processes)
             command_lines = [" ".join(process.cmdline()) for process in processes]
@@ -149,7 +155,7 @@ def launch(
 
 
 def test_a_launched_server_demands_its_key(launch: Launch) -> None:
-    assert launch.unauthorized == {"/model_info": 401, "/pause_generation": 401}
+    assert launch.unauthorized == {path: 401 for _, path in SECURED[ENGINE.name]}
 
 
 def test_a_wrong_key_is_refused_unshown(launch: Launch) -> None:
@@ -159,7 +165,8 @@ def test_a_wrong_key_is_refused_unshown(launch: Launch) -> None:
 
 def test_a_dead_launched_server_is_started_again(launch: Launch) -> None:
     assert launch.num_restarts == 1
-    assert launch.texts["log"].count("server_args=") == 2
+    first_words = {"sglang": "server_args=", "vllm": "non-default args:"}
+    assert launch.texts["log"].count(first_words[ENGINE.name]) == 2
 
 
 def test_a_restart_loses_no_sample(launch: Launch, prompts: list[Prompt]) -> None:
@@ -185,95 +192,3 @@ def test_the_key_is_shown_nowhere(place: str, launch: Launch) -> None:
 def test_closing_ends_all_launched_processes(launch: Launch) -> None:
     assert launch.num_processes > 0
     assert launch.remaining == []
-
-
-GATEWAY_KEY = ROUTING_KEY.lower()
-
-
-def num_healthy(port: int) -> int:
-    """Servers that a gateway reports as healthy; 0 before it answers."""
-    try:
-        answer = httpx.get(f"http://127.0.0.1:{port}/workers", trust_env=False)
-    except httpx.HTTPError:
-        return 0
-    return sum(worker["is_healthy"] for worker in answer.json()["workers"])
-
-
-@contextmanager
-def running_gateway(policy: str, servers: list[FakeSGLang], log_path: Path) -> Iterator[int]:
-    """The port of a gateway before the servers."""
-    port = free_port()
-    command = [
-        str(PYTHON.with_name("smg")),
-        "launch",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--prometheus-port",
-        str(free_port()),
-        "--policy",
-        policy,
-        "--worker-urls",
-    ]
-    command += [server.url for server in servers]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            wait_until(lambda: num_healthy(port) == len(servers))
-            yield port
-        finally:
-            process.terminate()
-            process.wait()
-
-
-@dataclass
-class GatewayRun:
-    """Rollouts through a gateway."""
-
-    groups: list[list[Sample]]
-    conversations: list[Sample]
-    """Samples of two turns."""
-    turns_by_server: list[Counter[str]]
-    """For each server the number of requests with each routing key."""
-
-
-@pytest.fixture(scope="module", params=["consistent_hashing", "manual"])
-def gateway_run(request: pytest.FixtureRequest, checkpoint: Path, directory: Path) -> GatewayRun:
-    log = directory / f"gateway_{request.param}.log"
-    with fake_servers(2) as servers, running_gateway(request.param, servers, log) as port:
-        router = {"url": None, "router_ip": "127.0.0.1", "router_port": port}
-        run = Run(servers, checkpoint, **router)
-        try:
-            run.update(2)
-            groups = run.engine.generate(PROMPTS, SAMPLING)
-            for server in servers:
-                server.headers.clear()
-            pending = run.engine.submit(PROMPTS, RUN, seed=3, function=two_turns, concurrency=5)
-            conversations = flat(pending.result())
-        finally:
-            run.engine.close()
-        turns_by_server = []
-        for server in servers:
-            keys = [headers[GATEWAY_KEY] for headers in server.headers if GATEWAY_KEY in headers]
-            turns_by_server.append(Counter(keys))
-    return GatewayRun(groups, conversations, turns_by_server)
-
-
-def test_samples_through_a_gateway_are_exact(gateway_run: GatewayRun) -> None:
-    assert_exact(gateway_run.groups, PROMPTS)
-
-
-def test_turns_through_a_gateway_are_exact(gateway_run: GatewayRun) -> None:
-    for sample in gateway_run.conversations:
-        assert_two_turns(sample)
-
-
-def test_a_gateway_uses_both_servers(gateway_run: GatewayRun) -> None:
-    first, second = gateway_run.turns_by_server
-    assert first and second
-
-
-def test_turns_of_a_sample_stay_on_one_server(gateway_run: GatewayRun) -> None:
-    first, second = gateway_run.turns_by_server
-    assert [*first.values(), *second.values()] == [2] * len(gateway_run.conversations)

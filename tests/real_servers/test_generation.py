@@ -19,9 +19,9 @@ from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from tests.checkpoints import EOS
+from tests.real_servers.engines import ServedModel
+from tests.real_servers.references import BOUND
 from tests.samples import flat
-from tests.sglang_server.engines import ServedModel
-from tests.sglang_server.references import BOUND
 
 LIMIT = 48
 """Longest response of a rollout, in tokens."""

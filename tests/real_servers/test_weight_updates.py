@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from tests.real_servers.engines import ServedModel
+from tests.real_servers.references import BOUND, Reference, largest_difference
+from tests.real_servers.servers import wait_for_decoding
 from tests.samples import flat
-from tests.sglang_server.engines import ServedModel
-from tests.sglang_server.references import BOUND, Reference, largest_difference
-from tests.sglang_server.servers import wait_for_decoding
 
 TRANSPORTS = ["distributed", "disk"]
 SHORT = Sampling(max_response_len=32, n_samples=2)
@@ -87,7 +87,7 @@ def updated_rollout(
     with model.engine(weight_sync=request.param) as engine:
         pending = engine.submit(prompts, LONG, seed=0)
         for version in (1, 2):
-            wait_for_decoding(model.server.log)
+            wait_for_decoding(model.server.url, model.server.log)
             engine.update_weights(model.references()[version].named_tensors, version)
         return flat(pending.result())
 

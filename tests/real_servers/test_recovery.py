@@ -9,10 +9,10 @@ from torch import Tensor
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
+from tests.real_servers.engines import ServedModel
+from tests.real_servers.references import BOUND, largest_difference
+from tests.real_servers.servers import ENGINE, RealServer, wait_for_decoding
 from tests.samples import flat
-from tests.sglang_server.engines import ServedModel
-from tests.sglang_server.references import BOUND, largest_difference
-from tests.sglang_server.servers import RealServer, wait_for_decoding
 
 N_SAMPLES = 3
 LONG = Sampling(max_response_len=300, n_samples=N_SAMPLES)
@@ -37,7 +37,7 @@ class Recovery:
 
 def rollout_with_death(engine: ServerEngine, victim: RealServer, prompts: list[Prompt]) -> Recovery:
     pending = engine.submit(prompts, LONG, seed=0)
-    wait_for_decoding(victim.log)
+    wait_for_decoding(victim.url, victim.log)
     victim.kill()
     return Recovery(interrupted=pending.result(), metrics_after_death=engine.metrics())
 
@@ -46,7 +46,7 @@ def rollouts_during_restart(engine: ServerEngine, prompts: list[Prompt]) -> list
     """Samples until the engine uses the server again."""
     samples: list[Sample] = []
     deadline = time.monotonic() + 60.0
-    while engine.metrics()["rollout/sglang_returns"] < 1:
+    while engine.metrics()[ENGINE.metric("returns")] < 1:
         assert time.monotonic() < deadline, "the engine does not use the restarted server"
         samples += flat(engine.generate(prompts, Sampling(max_response_len=32), seed=0))
     return samples
@@ -66,9 +66,7 @@ def recovery(
         """The policy's current weights, for the server that comes back."""
         return policy.named_tensors()
 
-    with model.engine(
-        servers=two_servers, weights=weights, sglang_weight_sync=request.param
-    ) as engine:
+    with model.engine(servers=two_servers, weights=weights, weight_sync=request.param) as engine:
         recovery = rollout_with_death(engine, victim, prompts)
         policy = model.other_reference
         engine.update_weights(policy.named_tensors, 1)
@@ -101,8 +99,8 @@ def test_log_probs_are_exact_after_a_death(recovery: Recovery, model: ServedMode
 
 
 def test_a_killed_server_is_counted(recovery: Recovery) -> None:
-    assert recovery.metrics_after_death["rollout/sglang_deaths"] == 1
-    assert recovery.metrics_after_death["rollout/sglang_retries"] >= 1
+    assert recovery.metrics_after_death[ENGINE.metric("deaths")] == 1
+    assert recovery.metrics_after_death[ENGINE.metric("retries")] >= 1
 
 
 def test_log_probs_are_exact_during_a_restart(recovery: Recovery, model: ServedModel) -> None:
@@ -116,7 +114,7 @@ def test_a_restarted_server_is_given_the_current_weights(recovery: Recovery) -> 
 
 def test_a_restarted_server_answers_again(recovery: Recovery) -> None:
     assert recovery.num_answers > 0
-    assert recovery.metrics_after_return["rollout/sglang_returns"] == 1
+    assert recovery.metrics_after_return[ENGINE.metric("returns")] == 1
 
 
 def test_samples_after_a_return_have_the_current_weights(

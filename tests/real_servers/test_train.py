@@ -13,9 +13,10 @@ import torch
 
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sample_file import from_dict, load_samples
+from tests.real_servers.servers import ENGINE, ONLY_SGLANG
+from tests.real_servers.training import server_flags, without_engine
 from tests.runs import Completed, make_task, read_metrics, run_apart, start_apart
 from tests.samples import flat
-from tests.sglang_server.training import server_flags, without_engine
 
 Row = dict[str, Any]
 """A row of metrics.jsonl."""
@@ -42,7 +43,7 @@ def finished_run(flags: list[str], output: Path, ranks: int = 1) -> FinishedRun:
 def bf16_run(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """A run whose rollouts are one step ahead, on a server in bf16."""
     flags = [*task, *server_flags(dtype="bfloat16")]
-    flags += ["--sglang-weight-sync", "disk", "--check-weight-sync"]
+    flags += [f"--{ENGINE.name}-weight-sync", "disk", "--check-weight-sync"]
     flags += ["--rollout-lookahead", "1", "--use-tis", "--tis-upper-bound", "2.0"]
     run = finished_run(flags, tmp_path_factory.mktemp("bf16"))
     assert len(run.rows) == STEPS
@@ -84,8 +85,8 @@ def test_every_step_on_a_bf16_server_trains(bf16_run: FinishedRun) -> None:
 
 def test_no_request_is_repeated(bf16_run: FinishedRun) -> None:
     for row in bf16_run.rows:
-        assert row["rollout/sglang_retries"] == 0
-        assert row["rollout/sglang_deaths"] == 0
+        assert row[ENGINE.metric("retries")] == 0
+        assert row[ENGINE.metric("deaths")] == 0
 
 
 def test_a_lookahead_of_one_makes_tokens_one_step_old(bf16_run: FinishedRun) -> None:
@@ -102,7 +103,8 @@ def test_a_run_ends_its_server(bf16_run: FinishedRun) -> None:
 
 def test_a_wrong_norm_epsilon_stops_before_training(task: list[str], tmp_path: Path) -> None:
     flags = [*task, *server_flags(dtype="float32"), "--check-engines", "stop"]
-    flags += ["--sglang-json-model-override-args", '{"rms_norm_eps": 0.01}']
+    override = {"sglang": "--sglang-json-model-override-args", "vllm": "--vllm-hf-overrides"}
+    flags += [override[ENGINE.name], '{"rms_norm_eps": 0.01}']
     run = run_apart(flags, tmp_path)
     assert run.returncode == 1
     assert "uses a norm epsilon of 0.01" in run.stderr
@@ -152,12 +154,16 @@ def test_each_rollout_has_the_version_of_its_step(tensor_parallel_run: TensorPar
 
 @pytest.fixture(scope="module")
 def experts_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags of a run that replays the experts of a server in bf16."""
+    """Flags of a run on a server in bf16, which replays its experts if the engine returns them."""
     directory = tmp_path_factory.mktemp("experts")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3}
-    flags = make_task(directory, "qwen3_moe", prompts=32, **sizes)
-    flags = [*without_engine(flags), "--lr", "1e-5", "--use-rollout-routing-replay"]
-    return [*flags, *server_flags(dtype="bfloat16")]
+    family = "qwen3"
+    options = ["--lr", "1e-5"]
+    if ENGINE.name == "sglang":
+        family = "qwen3_moe"
+        options.append("--use-rollout-routing-replay")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, **ENGINE.sizes}
+    flags = make_task(directory, family, prompts=32, **sizes)
+    return [*without_engine(flags), *options, *server_flags(dtype="bfloat16")]
 
 
 @pytest.fixture(scope="module")
@@ -169,16 +175,19 @@ def replay_run(experts_task: list[str], tmp_path_factory: pytest.TempPathFactory
     return run
 
 
+@ONLY_SGLANG
 def test_a_server_gives_the_experts_of_every_token(replay_run: FinishedRun) -> None:
     for row in replay_run.rows:
         assert row["train/routing_replay_missing"] == 0
 
 
+@ONLY_SGLANG
 def test_a_bf16_server_chooses_some_other_experts(replay_run: FinishedRun) -> None:
     for row in replay_run.rows:
         assert 0 < row["train/routing_difference"] < 0.5
 
 
+@ONLY_SGLANG
 def test_routing_replay_lowers_the_mismatch(replay_run: FinishedRun) -> None:
     for row in replay_run.rows:
         without_replay = row["train/without_replay/mismatch_k3_kl"]
@@ -186,10 +195,11 @@ def test_routing_replay_lowers_the_mismatch(replay_run: FinishedRun) -> None:
         assert 0 < row["train/with_replay/mismatch_k3_kl"] < without_replay
 
 
+@ONLY_SGLANG
 def test_answers_with_experts_are_well_formed(replay_run: FinishedRun) -> None:
     last = replay_run.rows[-1]
-    assert last["rollout/sglang_retries"] == 0
-    assert last["rollout/sglang_malformed_responses"] == 0
+    assert last[ENGINE.metric("retries")] == 0
+    assert last[ENGINE.metric("malformed_responses")] == 0
 
 
 @dataclass
@@ -259,6 +269,7 @@ def test_a_resumed_run_completes_the_steps(interrupted_run: InterruptedRun) -> N
     assert [row["step"] for row in interrupted_run.rows] == [1, 2, 3, 4, 5, 6]
 
 
+@ONLY_SGLANG
 def test_no_experts_are_missing_after_an_interruption(interrupted_run: InterruptedRun) -> None:
     for row in interrupted_run.rows:
         assert row["train/routing_replay_missing"] == 0
@@ -268,6 +279,7 @@ def test_unfinished_responses_are_continued(interrupted_run: InterruptedRun) -> 
     assert interrupted_run.pairs
 
 
+@ONLY_SGLANG
 def test_continued_responses_keep_their_experts(interrupted_run: InterruptedRun) -> None:
     for beginning, sample in interrupted_run.pairs:
         kept = beginning.rollout_routed_experts
@@ -276,6 +288,7 @@ def test_continued_responses_keep_their_experts(interrupted_run: InterruptedRun)
         assert torch.equal(experts[: len(beginning.tokens) - 1], kept)
 
 
+@ONLY_SGLANG
 def test_continued_responses_have_experts_for_all_tokens(
     interrupted_run: InterruptedRun,
 ) -> None:

@@ -13,8 +13,8 @@ from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from slime_tis.trainer.engines.servers.server_group import ServerSettings
-from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import RealServer
+from tests.real_servers.references import Reference
+from tests.real_servers.servers import ENGINE, RealServer
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def engine_with_weights(
     if servers:
         options["url"] = tuple(server.url for server in servers)
     # The tests' models need several buckets of 1 MiB.
-    config = server_config("sglang", **{"bucket_mb": 1, **options})
+    config = server_config(ENGINE.name, **{"bucket_mb": 1, **options})
     host = EngineHost(
         hf_checkpoint=checkpoint,
         weights=weights or reference.named_tensors,

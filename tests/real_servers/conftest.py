@@ -1,4 +1,7 @@
-"""Servers and models for tests against the real SGLang; `make test-sglang` runs them."""
+"""Servers and models for tests against real servers of one engine.
+
+`make test-sglang` and `make test-vllm` run them.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +11,11 @@ import torch
 
 from slime_tis.trainer.data.sample import Prompt
 from tests.checkpoints import BOS, make_checkpoint
+from tests.real_servers.engines import ServedModel
+from tests.real_servers.references import Reference
+from tests.real_servers.servers import ENGINE, RealServer
+from tests.real_servers.training import without_engine
 from tests.runs import make_task
-from tests.sglang_server.engines import ServedModel
-from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import PYTHON, RealServer
-from tests.sglang_server.training import without_engine
 
 # Large enough for several buckets of 1 MiB. The wide vocabulary makes end-of-sequence rare and
 # responses long.
@@ -21,15 +24,16 @@ SIZES = {
     "intermediate_size": 512,
     "vocab_size": 1024,
     "max_position_embeddings": 512,
+    **ENGINE.sizes,
 }
 
 
 def pytest_sessionstart() -> None:
     """Ends the session if the servers' environment is missing: these tests are not skipped."""
-    if not PYTHON.exists():
+    if not ENGINE.python.exists():
         pytest.exit(
-            f"{PYTHON} does not exist: run `make sglang-env`, which builds the servers'"
-            " environment.",
+            f"{ENGINE.python} does not exist: run `make {ENGINE.name}-env`, which builds the"
+            " servers' environment.",
             1,
         )
     torch.set_num_threads(1)
@@ -37,7 +41,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sglang")
+    return tmp_path_factory.mktemp(ENGINE.name)
 
 
 @pytest.fixture(scope="session")
@@ -91,5 +95,5 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags of train.py for a dense model, without a rollout engine."""
-    flags = make_task(tmp_path_factory.mktemp("task"), prompts=32, hidden_size=64)
+    flags = make_task(tmp_path_factory.mktemp("task"), prompts=32, hidden_size=64, **ENGINE.sizes)
     return [*without_engine(flags), "--num-rollout", "4", "--lr", "1e-4"]
