@@ -1,8 +1,9 @@
 """Sends the policy's weights to the rollout engine, and checks their arrival.
 
-With `--check-weight-sync`, three checks follow every update, from the most exact to the most
+With `--check-weight-sync`, four checks follow every update, from the most exact to the most
 general:
 
+    cache      no copy of the weights has kept keys and values of earlier weights
     tensors    each copy of the weights contains the sent values, if the engine can read its weights
     movement   the probe's log-probs moved as in training:  mean |Δr| is not far below mean |Δn|
     gap        the probe's log-probs are near the training engine's:  gap = mean |r − n|
@@ -13,6 +14,7 @@ cause a gap at every update.
 """
 
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -31,6 +33,9 @@ from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 
+MIN_CACHED = 16
+"""Tokens of the cache's probe that a copy must have kept to be refused. The probe is random, so no
+prompt has as long a prefix in common with it."""
 PROBE_PROMPTS = 64
 """Largest number of prompts in the probe."""
 PROBE_TOKENS = 512
@@ -70,6 +75,8 @@ class SyncCheck:
     """A comparison of the two engines' weights and log-probs after every update."""
 
     probe: tuple[int, ...]
+    cache_probe: tuple[int, ...] = ()
+    """A random text that only this check sends, so that nothing of it is cached after an update."""
     bound: float | None
     """Largest mean |r − n|, in nats per token; None derives it from precision and probe length."""
     trains_in: Precision
@@ -149,8 +156,10 @@ class PolicyWeights:
         if checks:
             limits = (PROBE_TOKENS, context_len, sampler.max_context_len)
             probe_len = min(limit for limit in limits if limit is not None)
+            probe = make_probe(prompts, probe_len)
             self.check = SyncCheck(
-                probe=make_probe(prompts, probe_len),
+                probe=probe,
+                cache_probe=make_cache_probe(probe, probe_len),
                 bound=self.config.weight_sync_bound,
                 trains_in=self.megatron.precision,
             )
@@ -201,6 +210,14 @@ def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[in
     return probe
 
 
+def make_cache_probe(probe: Sequence[int], length: int) -> tuple[int, ...]:
+    """Returns a random text of the probe's tokens, the same in every run.
+
+    Servers cache complete blocks, of up to 128 tokens, so a short probe finds nothing.
+    """
+    return tuple(random.Random(0).choices(probe, k=length))
+
+
 def check_weight_sync(
     engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck, updates: WeightUpdates
 ) -> dict[str, float]:
@@ -216,6 +233,7 @@ def check_weight_sync(
             from the training engine's, or did not follow their movement.
     """
     after = f"parameter-sync error: after the update to step {sampler.weight_version}"
+    check_caches(sampler, check.cache_probe, after)
     for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
         count = engine.parallel.largest(len(names))
         if count:
@@ -268,6 +286,17 @@ def check_weight_sync(
         return {}
     worst = asdict(max(comparisons, key=lambda comparison: comparison.gap))
     return {METRICS[name]: value for name, value in worst.items() if not math.isnan(value)}
+
+
+def check_caches(sampler: RolloutEngine, probe: Sequence[int], after: str) -> None:
+    """Raises ValueError if a copy of the weights has kept keys and values over an update."""
+    for copy, count in sampler.cached_tokens(probe).items():
+        if count >= MIN_CACHED:
+            raise ValueError(
+                f"{after} {copy} still has keys and values that the earlier weights computed: it"
+                f" took {count} tokens of a text from its prefix cache; see that an update empties"
+                " the cache."
+            )
 
 
 def _expectation(

@@ -141,6 +141,12 @@ class RolloutEngine(Protocol):
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, per copy of the weights."""
 
+    def cached_tokens(self, token_ids: Sequence[int]) -> dict[str, int]:
+        """Number of tokens whose keys and values are taken from the cache, per copy of the weights.
+
+        Samples one token after the text. Copies that do not tell the number are left out.
+        """
+
     def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
     ) -> list[dict[int, float]]:

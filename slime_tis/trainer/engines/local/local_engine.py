@@ -270,6 +270,10 @@ class LocalEngine:
         log_probs = log_softmax(self._model(ids).logits[0, :-1])
         return {NAME: log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
 
+    def cached_tokens(self, token_ids: Sequence[int]) -> dict[str, int]:
+        """Returns nothing: no keys and values outlive a rollout."""
+        return {}
+
     @torch.no_grad()
     def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int

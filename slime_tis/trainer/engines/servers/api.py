@@ -5,6 +5,7 @@
 """
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +170,16 @@ class GenerateRequest:
         return max_bytes
 
 
+def one_token(token_ids: Sequence[int], temperature: float = 1.0) -> GenerateRequest:
+    """A request for one token of the whole vocabulary, under a new id."""
+    return GenerateRequest(
+        input_ids=token_ids,
+        sampling=Sampling(temperature=temperature, max_response_len=1),
+        max_new_tokens=1,
+        request_id=f"probe-{secrets.token_hex(16)}",
+    )
+
+
 def max_answer_bytes(num_tokens: int, mask_tokens: int = 0) -> int:
     """Maximum bytes of an answer of `num_tokens` tokens, each with a mask of `mask_tokens` ids."""
     bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * mask_tokens
@@ -264,6 +275,12 @@ class ServerApi(Protocol):
         """The likeliest next tokens and their log-probs at the temperature of `sampling`.
 
         Top-p and top-k are not applied, and impossible tokens are left out.
+        """
+
+    def cached_tokens(self, token_ids: Sequence[int]) -> Call[int | None]:
+        """Samples one token after a text, whose keys and values it may take from the prefix cache.
+
+        Returns the number of tokens that it took from there; None if the server does not tell.
         """
 
     def weight_version(self) -> Call[str | None]:

@@ -212,6 +212,10 @@ class ServerEngine:
         """Log-probs at temperature 1 of all tokens but the first, by server URL."""
         return self._run(lambda: self._servers.prompt_log_probs(token_ids))
 
+    def cached_tokens(self, token_ids: Sequence[int]) -> dict[str, int]:
+        """Tokens of a text whose keys and values servers have kept, by server URL."""
+        return self._run(lambda: self._servers.cached_tokens(token_ids))
+
     def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
     ) -> list[dict[int, float]]:

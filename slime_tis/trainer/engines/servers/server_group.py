@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 from slime_tis.trainer.configs.rollout import Rounding
 from slime_tis.trainer.configs.servers import WEIGHT_TRANSPORTS, ServerConfig, normalized_url
@@ -19,7 +20,7 @@ from slime_tis.trainer.engines.rollout_engine import (
     SentRows,
     WeightSource,
 )
-from slime_tis.trainer.engines.servers.api import ServerApi
+from slime_tis.trainer.engines.servers.api import Call, ServerApi
 from slime_tis.trainer.engines.servers.client import Server, make_client
 from slime_tis.trainer.engines.servers.dispatcher import Dispatcher
 from slime_tis.trainer.engines.servers.errors import (
@@ -34,6 +35,8 @@ from slime_tis.trainer.engines.servers.responses import RolloutTask
 from slime_tis.trainer.engines.servers.weights.checksums import TensorChecksums, stale_weights
 from slime_tis.trainer.engines.servers.weights.protocol import WeightSync
 from slime_tis.trainer.engines.weight_rounding import Precision
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -225,11 +228,23 @@ class ServerGroup:
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs of all tokens but the first, by the URLs of the available servers."""
-        answers: dict[str, list[float]] = {}
+        return await self._ask_all(self.api.score(token_ids))
+
+    async def cached_tokens(self, token_ids: Sequence[int]) -> dict[str, int]:
+        """Tokens of a text whose keys and values servers have kept, by URL.
+
+        Servers that do not report the number are left out.
+        """
+        answers = await self._ask_all(self.api.cached_tokens(token_ids))
+        return {url: count for url, count in answers.items() if count is not None}
+
+    async def _ask_all(self, call: Call[Result]) -> dict[str, Result]:
+        """The answers of the available servers, by URL; a server that fails is left out."""
+        answers: dict[str, Result] = {}
 
         async def ask(server: Server) -> None:
             try:
-                answers[server.url] = await server.call(self.api.score(token_ids))
+                answers[server.url] = await server.call(call)
             except (MalformedAnswer, RequestRefused) as error:
                 raise RolloutUnavailable(str(error)) from None
             except ServerError as error:

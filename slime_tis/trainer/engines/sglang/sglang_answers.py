@@ -48,6 +48,7 @@ class OutputMeta(Answer, kw_only=True):
     finish_reason: _Finish
     output_token_logprobs: list[TokenEntry] = msgspec.field(default_factory=list)
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
     weight_versions: list[WeightSpan]
     output_token_sampling_mask: list[list[TokenId]] | None = None
     output_token_sampling_logprobs: list[LogProb] | None = None
@@ -159,6 +160,11 @@ def parse_top(body: bytes, vocab_size: int | None = None) -> dict[int, float]:
         if entry.log_prob is not None and entry.log_prob > LOWEST:
             log_probs[entry.token] = min(entry.log_prob, 0.0)
     return log_probs
+
+
+def parse_cached_tokens(body: bytes) -> int | None:
+    """Parses how many tokens of the input came from the prefix cache; None if it is not told."""
+    return parse(GenerateAnswer, body).meta_info.cached_tokens
 
 
 def parse_checksums(body: bytes) -> Mapping[str, list[str]]:

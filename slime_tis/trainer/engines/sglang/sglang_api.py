@@ -4,11 +4,10 @@ import argparse
 import asyncio
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +32,7 @@ from slime_tis.trainer.engines.servers.api import (
     UpdateGroup,
     answers,
     max_answer_bytes,
+    one_token,
 )
 from slime_tis.trainer.engines.servers.errors import (
     InvalidAnswer,
@@ -46,6 +46,7 @@ from slime_tis.trainer.engines.sglang.sglang_answers import (
     ControlAnswer,
     ModelInfo,
     ServerDescription,
+    parse_cached_tokens,
     parse_checksums,
     parse_generation,
     parse_scores,
@@ -126,20 +127,22 @@ class SGLangApi:
         self, token_ids: Sequence[int], sampling: Sampling, count: int
     ) -> Call[dict[int, float]]:
         """POST /generate that samples one token and returns the likeliest ones."""
-        sampling = replace(
-            sampling, top_p=1.0, top_k=-1, return_sampling_mask=False, return_routed_experts=False
-        )
-        request = GenerateRequest(
-            input_ids=token_ids,
-            sampling=sampling,
-            max_new_tokens=1,
-            request_id=f"top-{secrets.token_hex(16)}",
-        )
+        body = generate_body(one_token(token_ids, sampling.temperature))
         return Call(
             endpoint="/generate",
-            body=generate_body(request) | {"top_logprobs_num": count},
+            body=body | {"top_logprobs_num": count},
             parse=partial(parse_top, vocab_size=self.model.vocab_size),
             max_bytes=max_answer_bytes(count),
+        )
+
+    def cached_tokens(self, token_ids: Sequence[int]) -> Call[int | None]:
+        """POST /generate that samples one token."""
+        body = generate_body(one_token(token_ids))
+        return Call(
+            endpoint="/generate",
+            body=body,
+            parse=parse_cached_tokens,
+            max_bytes=max_answer_bytes(1),
         )
 
     def weight_version(self) -> Call[str | None]:

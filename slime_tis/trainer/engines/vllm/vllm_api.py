@@ -38,6 +38,7 @@ from slime_tis.trainer.engines.servers.api import (
     ServerInfo,
     UpdateGroup,
     max_answer_bytes,
+    one_token,
 )
 from slime_tis.trainer.engines.servers.errors import (
     RequestError,
@@ -97,7 +98,7 @@ class VllmApi:
 
     def score(self, token_ids: Sequence[int]) -> Call[list[float]]:
         """See ServerApi; vLLM samples at least one token, and reads no cached keys for scores."""
-        body = generate_body(_one_token(token_ids))
+        body = generate_body(one_token(token_ids))
         body["sampling_params"]["prompt_logprobs"] = 0
         return Call(
             endpoint=GENERATE,
@@ -110,13 +111,22 @@ class VllmApi:
         self, token_ids: Sequence[int], sampling: Sampling, count: int
     ) -> Call[dict[int, float]]:
         """See ServerApi."""
-        body = generate_body(_one_token(token_ids, temperature=sampling.temperature))
+        body = generate_body(one_token(token_ids, sampling.temperature))
         body["sampling_params"]["logprobs"] = count
         return Call(
             endpoint=GENERATE,
             body=body,
             parse=partial(vllm_answers.parse_top, count=count, vocab_size=self.model.vocab_size),
             max_bytes=max_answer_bytes(count),
+        )
+
+    def cached_tokens(self, token_ids: Sequence[int]) -> Call[int | None]:
+        """See ServerApi; servers tell it with --enable-prompt-tokens-details."""
+        return Call(
+            endpoint=GENERATE,
+            body=generate_body(one_token(token_ids)),
+            parse=vllm_answers.parse_cached_tokens,
+            max_bytes=max_answer_bytes(1),
         )
 
     def weight_version(self) -> Call[str | None]:
@@ -153,7 +163,7 @@ class VllmApi:
         )
         if await _asked(server, is_paused, "set VLLM_SERVER_DEV_MODE=1 in its environment"):
             raise ServerPaused(f"{server.url} is paused.")
-        await _asked(server, self.generate(_one_token([0])), "start it with --enable-scale-out")
+        await _asked(server, self.generate(one_token([0])), "start it with --enable-scale-out")
 
     async def info(self, server: Connection) -> ServerInfo:
         """See ServerApi."""
@@ -363,16 +373,6 @@ def num_tensors(directory: Path) -> int:
         with safe_open(file, "pt") as tensors:
             count += len(tensors.keys())
     return count
-
-
-def _one_token(token_ids: Sequence[int], temperature: float = 1.0) -> GenerateRequest:
-    """A request for one token of the whole vocabulary."""
-    return GenerateRequest(
-        input_ids=token_ids,
-        sampling=Sampling(temperature=temperature, max_response_len=1),
-        max_new_tokens=1,
-        request_id=f"probe-{secrets.token_hex(16)}",
-    )
 
 
 def _post(endpoint: str, body: Mapping[str, object] | None = None) -> Call[None]:

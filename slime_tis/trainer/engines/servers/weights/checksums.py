@@ -41,6 +41,12 @@ def stale_weights(
             on_every_rank=changed_everywhere[joined],
         ):
             stale.append(name)
+    # An output layer that is tied to the embedding may be a copy in the server.
+    head = now.get(OUTPUT_LAYER, [])
+    head_before = before.get(OUTPUT_LAYER, [])
+    head_must_change = EMBEDDING in sent and sent[EMBEDDING].changed and OUTPUT_LAYER not in sent
+    if head_must_change and is_stale(head, head_before, on_every_rank=False):
+        stale.append(OUTPUT_LAYER)
     return stale
 
 
