@@ -253,7 +253,7 @@ class ServerApi(Protocol):
     answers_generate: ClassVar[bool]
     """Whether POST /generate has SGLang's format, in which functions written for slime call it."""
     experts_advice: ClassVar[str]
-    """How to start servers that return routed experts: the end of a message."""
+    """How to start servers that return routed experts: the end of a sentence."""
     masks_advice: ClassVar[str]
     """How to start servers that return larger sampling masks: the end of a sentence."""
     module: ClassVar[str]

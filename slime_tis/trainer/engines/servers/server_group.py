@@ -172,7 +172,7 @@ class ServerGroup:
         if lacking:
             raise ValueError(
                 "--use-rollout-routing-replay or --measure-routing-mismatch is on but"
-                f" {', '.join(lacking)} does not return experts; {self.api.experts_advice}"
+                f" {', '.join(lacking)} does not return experts; {self.api.experts_advice}."
             )
 
     def sampling_mask_tokens(self) -> int | None:

@@ -1,6 +1,5 @@
 """The HTTP API of SGLang servers and its gateway."""
 
-import argparse
 import asyncio
 import os
 import re
@@ -40,6 +39,7 @@ from slime_tis.trainer.engines.servers.errors import (
     RequestRefused,
     ServerError,
 )
+from slime_tis.trainer.engines.servers.gpus import assigned_gpus
 from slime_tis.trainer.engines.servers.update_group import TorchGroup, new_group_name
 from slime_tis.trainer.engines.sglang.expert_text import ExpertText
 from slime_tis.trainer.engines.sglang.sglang_answers import (
@@ -87,7 +87,7 @@ class SGLangApi:
         "/workers",
     )
     answers_generate: ClassVar = True
-    experts_advice: ClassVar = "start it with --enable-return-routed-experts."
+    experts_advice: ClassVar = "start it with --enable-return-routed-experts"
     masks_advice: ClassVar = "start it with a larger --sampling-mask-max-tokens"
     module: ClassVar = "sglang.launch_server"
 
@@ -408,16 +408,7 @@ def server_precision(info: ServerDescription, config: Mapping[str, Any]) -> Prec
 def _passed_flags(config: ServerConfig, index: int) -> list[str]:
     """The passed flags; each server on GPUs begins after the previous server's last GPU."""
     flags = list(config.server_args or ())
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--device")
-    parser.add_argument("--tp-size", "--tp", "--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--pp-size", "--pp", "--pipeline-parallel-size", type=int, default=1)
-    parser.add_argument("--base-gpu-id", type=int, default=0)
-    try:
-        options, _ = parser.parse_known_args(flags)
-    except argparse.ArgumentError as error:
-        raise ValueError(f"the flags of launched servers cannot be read: {error}.") from None
-    if index == 0 or options.device == "cpu":
+    gpus = assigned_gpus(flags, index)
+    if index == 0 or gpus is None:
         return flags
-    gpu = options.base_gpu_id + index * options.tp_size * options.pp_size
-    return [*flags, "--base-gpu-id", str(gpu)]  # the server takes the last of two flags
+    return [*flags, "--base-gpu-id", str(gpus.start)]  # the server takes the last of two flags

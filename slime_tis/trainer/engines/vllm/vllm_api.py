@@ -6,6 +6,7 @@ without them. Routes of the development mode ignore API keys, so servers belong 
 in a closed network.
 """
 
+import argparse
 import json
 import os
 import re
@@ -46,6 +47,7 @@ from slime_tis.trainer.engines.servers.errors import (
     ServerError,
     ServerPaused,
 )
+from slime_tis.trainer.engines.servers.gpus import assigned_gpus
 from slime_tis.trainer.engines.servers.update_group import TorchGroup
 from slime_tis.trainer.engines.vllm import vllm_answers
 from slime_tis.trainer.engines.vllm.nccl_group import NcclGroup
@@ -316,7 +318,9 @@ class VllmApi:
             # Without it, requests may not have seeds; see `vllm_answers`.
             flags.append("--no-enable-chunked-prefill")
         flags += ["--weight-transfer-config", json.dumps({"backend": transport})]
-        return [*flags, *(config.server_args or ())]
+        if self.model.experts is not None:
+            flags.append("--enable-return-routed-experts")
+        return [*flags, *without_base_gpu(config.server_args or ())]
 
     def environment(self, config: ServerConfig, index: int) -> dict[str, str]:
         """See ServerApi."""
@@ -331,12 +335,37 @@ class VllmApi:
         api_key = os.environ.get(config.api_key_env)
         if api_key:
             environment["VLLM_API_KEY"] = api_key
-        if not torch.cuda.is_available():
+        gpus = assigned_gpus(config.server_args or (), index)
+        if torch.cuda.is_available() and gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus)
+        else:
             # Else each server binds a thread to every core.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get(
                 "VLLM_CPU_OMP_THREADS_BIND", "nobind"
             )
         return environment
+
+
+def without_base_gpu(flags: Sequence[str]) -> list[str]:
+    """Returns the flags without `--base-gpu-id`, which vLLM does not have."""
+    base_gpu = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    base_gpu.add_argument("--base-gpu-id")
+    _, others = base_gpu.parse_known_args(flags)
+    return others
+
+
+def visible_devices(gpus: range) -> str:
+    """Returns the GPUs, of those that this process may see, as CUDA_VISIBLE_DEVICES."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return ",".join(str(gpu) for gpu in gpus)
+    devices = named.split(",")
+    if gpus.stop > len(devices):
+        raise ValueError(
+            f"--vllm-launch needs {gpus.stop} GPUs, but CUDA_VISIBLE_DEVICES is {named}; launch"
+            " fewer servers, or begin with a smaller --vllm-base-gpu-id."
+        )
+    return ",".join(devices[gpus.start : gpus.stop])
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
