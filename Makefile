@@ -25,7 +25,7 @@ GPU_FLAGS ?=
 VLLM_PYTHON ?= python3.11
 MERMAID := mermaid@11.9.0
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding study-alarms test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang test-vllm site test-site test-notebooks check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl train-trl-vllm study study-collapse study-agent study-smollm2 study-rounding study-alarms test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang test-vllm site test-site test-notebooks check format docs clean
 
 help:
 	@echo "Start here:"
@@ -194,6 +194,13 @@ train-trl: .venv-adapters/.installed  ## Train the example with TRL's GRPOTraine
 	.venv-adapters/bin/python examples/trl/sort_digits.py --output-dir runs/trl
 	.venv-adapters/bin/slime-tis report runs/trl/dump
 	.venv-adapters/bin/slime-tis diagnose runs/trl/dump --hf-checkpoint $(EXAMPLE)/checkpoint
+
+train-trl-vllm: .venv-adapters/.installed vllm-env  ## The same with samples of a real vLLM server on a CPU, in five minutes
+	test -e $(EXAMPLE)/complete.json || .venv-adapters/bin/python examples/sort_digits/prepare.py --out $(EXAMPLE)
+	@test ! -d runs/trl_vllm || { earlier=runs/trl_vllm-$$(date +%Y%m%d-%H%M%S); mv runs/trl_vllm $$earlier; echo "the earlier run is now $$earlier"; }
+	.venv-adapters/bin/python -m examples.trl.vllm_sort_digits --output-dir runs/trl_vllm
+	.venv-adapters/bin/slime-tis report runs/trl_vllm/dump
+	.venv-adapters/bin/slime-tis diagnose runs/trl_vllm/dump --hf-checkpoint $(EXAMPLE)/checkpoint
 
 test-adapters: .venv-adapters/.installed  ## Run the tests inside TRL and other trainers, in an environment that it makes
 	OMP_NUM_THREADS=1 .venv-adapters/bin/python -m pytest tests/adapters

@@ -11,7 +11,7 @@ as it gets vLLM's.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from trl import GRPOConfig
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.integrations.trl import CorrectedGRPOTrainer
 
+RolloutFunc = Callable[[Sequence[str], Any], dict[str, Any]]
+"""TRL's `rollout_func`: takes prompts and the trainer; returns token ids and log-probs."""
 ANSWER = 12
 """Tokens of an answer, at most."""
 CORRECTION = RolloutCorrectionConfig(
@@ -48,17 +50,38 @@ def main() -> None:
     run(options.data, options.output_dir, steps=options.steps)
 
 
-def run(data: Path, output_dir: Path, *, steps: int) -> None:
-    """Trains, and prints the accuracy on held-out prompts."""
-    trainer = make_trainer(data, output_dir, steps)
+def run(
+    data: Path,
+    output_dir: Path,
+    *,
+    steps: int,
+    rollout_func: RolloutFunc | None = None,
+    rollout_precision: str = "bf16",
+) -> None:
+    """Trains, and prints the accuracy on held-out prompts.
+
+    Args:
+        data: Directory of `prepare.py`.
+        output_dir: For dumps and TRL's files.
+        steps: Optimizer steps.
+        rollout_func: The sampler; None for a bfloat16 copy of the policy.
+        rollout_precision: Of the sampler.
+    """
+    trainer = make_trainer(data, output_dir, steps, rollout_func, rollout_precision)
     held_out = rows(data / "eval.jsonl")
     before = accuracy(trainer, held_out)
     trainer.train()
     print(f"held-out accuracy: {before:.2f} -> {accuracy(trainer, held_out):.2f}")
 
 
-def make_trainer(data: Path, output_dir: Path, steps: int) -> CorrectedGRPOTrainer:
-    """The trainer: 16 prompts with 8 answers each per step."""
+def make_trainer(
+    data: Path,
+    output_dir: Path,
+    steps: int,
+    rollout_func: RolloutFunc | None = None,
+    rollout_precision: str = "bf16",
+) -> CorrectedGRPOTrainer:
+    """The trainer: 16 prompts with 8 answers each per step, from `sample` by default."""
     settings = GRPOConfig(
         output_dir=str(output_dir),
         max_steps=steps,
@@ -82,9 +105,10 @@ def make_trainer(data: Path, output_dir: Path, steps: int) -> CorrectedGRPOTrain
         train_dataset=Dataset.from_list(rows(data / "train.jsonl")),
         processing_class=AutoTokenizer.from_pretrained(checkpoint, padding_side="left"),
         reward_funcs=exact_match,
-        rollout_func=sample,
+        rollout_func=rollout_func or sample,
         rollout_correction=CORRECTION,
         dump_dir=output_dir / "dump",
+        rollout_precision=rollout_precision,
     )
 
 

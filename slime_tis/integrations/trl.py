@@ -79,6 +79,8 @@ class RolloutCorrectionMixin:
         on_alarm: "warn" prints health alarms, "stop" also ends the run by `HealthAlarm` if
             training would use wrong numbers.
         log_all_metrics: Whether TRL's log gets all metrics instead of `DEFAULT_METRICS`.
+        rollout_precision: Of the sampler, such as "bf16", for dumps. The diagnosis then knows the
+            size of its rounding noise. None if it is not known.
 
     A `rollout_func` may return `weight_versions`: for each sample, the optimizer steps made before
     the weights that sampled it, as one number or one per token. With vLLM they are known.
@@ -109,6 +111,7 @@ class RolloutCorrectionMixin:
         dump_dir: str | Path | None = None,
         on_alarm: OnAlarm = "warn",
         log_all_metrics: bool = False,
+        rollout_precision: str | None = None,
         **kwargs: Any,
     ) -> None:
         if rollout_correction is None:
@@ -116,6 +119,7 @@ class RolloutCorrectionMixin:
         self.rollout_correction = rollout_correction
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._log_all_metrics = log_all_metrics
+        self._rollout_precision = rollout_precision
         self._rewards: Tensor | None = None
         self._lengths: list[int] = []
         self._batches = 0
@@ -368,6 +372,8 @@ class RolloutCorrectionMixin:
             "old_policy": "rollout" if config.use_rollout_logprobs else "recomputed",
             "temperature": self.temperature,
         }
+        if self._rollout_precision is not None:
+            metadata["rollout_precision"] = self._rollout_precision
         table = TokenTable.from_parts(samples, metadata)
         accepted_N = torch.cat(accepted).cpu().numpy()
         return annotated(table, config, accepted=accepted_N, global_batch=correction.global_batch)

@@ -228,6 +228,17 @@ def test_dumps_are_read_by_report_diagnosis_and_what_if(tmp_path):
     assert set(table.reward.tolist()) <= {i / 8 for i in range(9)}
 
 
+def test_dumps_name_the_precision_of_the_sampler(tmp_path):
+    extra = {"dump_dir": tmp_path / "dump", "rollout_precision": "bf16"}
+    history(trainer(tmp_path, TIS, extra=extra))
+    assert read(str(tmp_path / "dump")).metadata["rollout_precision"] == "bf16"
+
+
+def test_dumps_of_an_unknown_sampler_name_no_precision(tmp_path):
+    history(trainer(tmp_path, TIS, extra={"dump_dir": tmp_path / "dump"}))
+    assert "rollout_precision" not in read(str(tmp_path / "dump")).metadata
+
+
 class StaleSampler(RoundedSampler):
     """Reports that its samples are `age` steps old."""
 

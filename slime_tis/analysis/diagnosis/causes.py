@@ -37,7 +37,8 @@ CAUSES: dict[str, Cause] = {
         fix=(
             "Score and sample at the same temperature: divide the training logits by "
             "--rollout-temperature, or ask the rollout engine for log-probs after temperature "
-            "scaling."
+            "scaling (vLLM: --logprobs-mode processed_logprobs; SGLang: without "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB)."
         ),
     ),
     "truncated_sampling": Cause(
@@ -140,7 +141,8 @@ CAUSES: dict[str, Cause] = {
         title="log-probs of another model",
         fix=(
             "Ask for the target model's log-probs: a draft model of speculative decoding must not "
-            "report its own."
+            "report its own. If sampling has a temperature and top-p, ask for log-probs after both "
+            "(vLLM: --logprobs-mode processed_logprobs)."
         ),
     ),
     "dropout": Cause(
