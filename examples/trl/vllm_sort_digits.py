@@ -22,6 +22,8 @@ from examples.trl.vllm_sampler import VllmSampler
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 """The interpreter of the environment that `make vllm-env` builds."""
+WORKER = ROOT / "slime_tis" / "trainer" / "engines" / "vllm" / "worker"
+"""Directory of the worker extension, which loads weights."""
 CONTEXT = 64
 """Largest number of tokens of a prompt with its answer."""
 
@@ -94,8 +96,10 @@ def server(checkpoint: Path, log: Path, *, dtype: str) -> Iterator[str]:
 
 def server_environment() -> dict[str, str]:
     """Returns the environment of a server on a CPU, with one thread and without a network."""
-    environment = {
+    return {
         **os.environ,
+        # The server's Python must not import this program's packages, only the worker extension.
+        "PYTHONPATH": str(WORKER),
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
@@ -103,9 +107,6 @@ def server_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    # The server's Python must not import this program's packages.
-    environment.pop("PYTHONPATH", None)
-    return environment
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ reporters
 
 import copy
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,7 +31,7 @@ from slime_tis.progress import print_line
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
-from slime_tis.trainer.check_engines import EngineCheck, show
+from slime_tis.trainer.check_engines import ATTENTION, EngineCheck, show
 from slime_tis.trainer.checkpointer import Checkpointer, find_resume_point, model_hash
 from slime_tis.trainer.cli.file_checks import prompt_sizes
 from slime_tis.trainer.cli.train_arguments import effective_config, options_in_force
@@ -163,7 +163,7 @@ def set_up(
     learner = build_learner(process, functions, data)
     weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron)
     sampler = build_sampler(process, data, weights)
-    learner.dump = open_dump(process, run_id, sampler.workers)
+    learner.dump = open_dump(process, run_id, sampler)
     weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
     generate = build_generate_function(
         arguments.rollout,
@@ -341,17 +341,18 @@ def build_learner(process: Process, functions: UserFunctions, data: Data) -> Lea
     )
 
 
-def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDump | None:
-    """Returns the writer of --save-debug-train-data; None without the flag."""
+def open_dump(process: Process, run_id: str, sampler: RolloutEngine) -> TrainDump | None:
+    """Returns the writer of --save-debug-train-data, None without the flag; a collective."""
     arguments = process.arguments
     parallel = process.parallel
     pattern = arguments.loop.save_debug_train_data
     if pattern is None:
         return None
     rollout = arguments.rollout
-    rollout_precision = None  # Servers may choose their precision themselves
-    if rollout.rollout_engine == "local":
-        rollout_precision = rollout.rollout_precision
+    rollout_precision: str | None = rollout.rollout_precision
+    if rollout.rollout_engine != "local":
+        # Servers may choose their precision themselves.
+        rollout_precision = on_rank_zero(lambda: sampler.weight_precision(ATTENTION))
     moe = moe_sizes(load_config(arguments.megatron.hf_checkpoint))
     steps = steps_per_rollout(arguments)
     settings = DumpSettings(
@@ -362,7 +363,7 @@ def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDum
         metadata={
             "source": "slime_tis",
             "run": run_id,
-            "workers": list(workers),
+            "workers": list(sampler.workers),
             "old_policy": old_policy_name(arguments.correction, steps),
             "flags": changed_fields(arguments.correction),
             "policy": changed_fields(arguments.policy),

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from slime_tis.analysis.dumps.readers import read
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sample_file import from_dict, load_samples
 from tests.real_servers.servers import ENGINE, ONLY_SGLANG
@@ -45,7 +46,9 @@ def bf16_run(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finis
     flags = [*task, *server_flags(dtype="bfloat16")]
     flags += [f"--{ENGINE.name}-weight-sync", "disk", "--check-weight-sync"]
     flags += ["--rollout-lookahead", "1", "--use-tis", "--tis-upper-bound", "2.0"]
-    run = finished_run(flags, tmp_path_factory.mktemp("bf16"))
+    output = tmp_path_factory.mktemp("bf16")
+    flags += ["--save-debug-train-data", str(output / "dump" / "{rollout_id}.parquet")]
+    run = finished_run(flags, output)
     assert len(run.rows) == STEPS
     return run
 
@@ -53,6 +56,11 @@ def bf16_run(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finis
 def test_engines_agree_on_a_bf16_server(bf16_run: FinishedRun) -> None:
     assert "engines agree" in bf16_run.stdout
     assert "prefix cache" not in bf16_run.stderr
+
+
+def test_dumps_name_the_precision_of_the_server(bf16_run: FinishedRun) -> None:
+    metadata = read(str(bf16_run.output / "dump")).metadata
+    assert (metadata["precision"], metadata["rollout_precision"]) == ("fp32", "bf16")
 
 
 def test_the_first_rollout_is_on_policy(bf16_run: FinishedRun) -> None:
