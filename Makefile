@@ -137,7 +137,7 @@ study-alarms: .venv-alarms/.installed  ## Watch 34 small runs of TRL by our alar
 	PYTHONPATH=$$PWD OMP_NUM_THREADS=1 .venv-alarms/bin/python -m studies.live_alarms.run --seeds $(SEEDS) \
 		--results studies/live_alarms/results.csv
 
-study-engines: $(VENV)/.installed-gym $(EXAMPLE)/complete.json data-smollm2 sglang-env vllm-env  ## Compare the log-probs of SGLang, vLLM, transformers and Megatron on the same tokens: an hour on one core
+study-engines: $(VENV)/.installed-gym $(EXAMPLE)/complete.json data-smollm2 sglang-env vllm-env  ## Compare the log-probs of SGLang, vLLM, transformers and Megatron on the same tokens
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.engines.run
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.engines.dumps
 

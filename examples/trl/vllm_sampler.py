@@ -25,6 +25,9 @@ REQUESTS = 64
 """Requests in flight; the server batches them."""
 TIMEOUT = 600.0
 """Seconds for one answer; a generation batch shares the server."""
+KEEPALIVE = 2.0
+"""Seconds for which an idle connection is used again. vLLM closes it after 5, and a request that is
+sent at that moment is lost."""
 SEEDS = 1_000_003
 """Seeds of one generation batch: more than it has prompts."""
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -59,7 +62,8 @@ class VllmSampler:
         Raises:
             VllmError: The server does not answer, or reports log-probs of another distribution.
         """
-        self._http = httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False)
+        limits = httpx.Limits(max_connections=REQUESTS, keepalive_expiry=KEEPALIVE)
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False)
         self._url = url
         self._directory = directory.resolve()
         self._version: int | None = None

@@ -16,6 +16,8 @@ Result = TypeVar("Result")
 
 TIMEOUT = 600.0
 """Seconds for one answer; on a busy machine 64 answers share a core."""
+KEEPALIVE = 2.0
+"""Seconds for which an idle connection is used again; servers close it after 5."""
 MASKED = -9999.0
 """vLLM's log-prob of a token that truncation removes."""
 NEUTRAL: dict[str, float] = {
@@ -69,7 +71,9 @@ class Server:
     raw: bool = False
     """Whether the server reports log-probs before temperature and truncation."""
     http: httpx.Client = field(
-        default_factory=lambda: httpx.Client(trust_env=False, timeout=TIMEOUT)
+        default_factory=lambda: httpx.Client(
+            trust_env=False, timeout=TIMEOUT, limits=httpx.Limits(keepalive_expiry=KEEPALIVE)
+        )
     )
 
     @property

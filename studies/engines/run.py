@@ -1,6 +1,6 @@
 """Gives the same weights, prompts and tokens to four engines and compares their log-probs.
 
-    python -m studies.engines.run      # `make study-engines`; an hour on one core
+    python -m studies.engines.run      # the first command of `make study-engines`
 
 SGLang, vLLM and transformers sample answers. SGLang, vLLM, transformers and the layers of this
 project's trainer (megatron-core) score answers in one pass. Every stage starts one server or loads
