@@ -204,7 +204,7 @@ train-trl-vllm: .venv-adapters/.installed vllm-env  ## The same with samples of 
 	@test ! -d runs/trl_vllm || { earlier=runs/trl_vllm-$$(date +%Y%m%d-%H%M%S); mv runs/trl_vllm $$earlier; echo "the earlier run is now $$earlier"; }
 	.venv-adapters/bin/python -m examples.trl.vllm_sort_digits --output-dir runs/trl_vllm
 	.venv-adapters/bin/slime-tis report runs/trl_vllm/dump
-	.venv-adapters/bin/slime-tis diagnose runs/trl_vllm/dump --hf-checkpoint $(EXAMPLE)/checkpoint
+	.venv-adapters/bin/slime-tis diagnose runs/trl_vllm/dump
 
 test-adapters: .venv-adapters/.installed  ## Run the tests inside TRL and other trainers, in an environment that it makes
 	OMP_NUM_THREADS=1 .venv-adapters/bin/python -m pytest tests/adapters
