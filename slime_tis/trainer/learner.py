@@ -8,7 +8,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -52,7 +52,8 @@ from slime_tis.trainer.megatron.batch import (
 from slime_tis.trainer.megatron.micro_batches import in_sample_order
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, receive_routing
-from slime_tis.trainer.megatron.training_engine import StepResult, TrainingEngine
+from slime_tis.trainer.megatron.training_engine import Loss, StepResult, TrainingEngine
+from slime_tis.trainer.on_policy_gate import OnPolicyGate
 from slime_tis.trainer.step_inputs import (
     Step,
     advantages_of,
@@ -87,6 +88,9 @@ class Learner:
     functions: ObjectiveFunctions = field(
         default_factory=lambda: ObjectiveFunctions(args=Namespace())
     )
+    gate: OnPolicyGate | None = None
+    """Stops the run if a log-prob differs from the rollout engine's; None without
+    --true-on-policy."""
     dump: TrainDump | None = None
     """Records the tokens of every step; set on all ranks or on none."""
     after_step: Callable[[], None] = lambda: None
@@ -524,9 +528,10 @@ class Learner:
         result = self.engine.train_step(
             batch,
             step.partition,
-            loss,
+            self._watched(loss),
             source=step.routing_record,
             scales_with_advantages=self._scales_with_advantages,
+            before_step=partial(self._check_log_probs, step),
             rate_scale=self._rate_scale,
         )
         if not result.is_finite:
@@ -545,6 +550,23 @@ class Learner:
             metrics = self._step_metrics(result, custom or custom_loss)
             metrics |= train_metrics(routing | measured)
         return metrics | step.load_metrics()
+
+    def _watched(self, loss: Loss) -> Loss:
+        """Returns a loss that also shows its inputs to the gate, if there is one."""
+        gate = self.gate
+        if gate is None:
+            return loss
+
+        def watched(inputs: LossInputs) -> LossOutputs:
+            gate.watch(inputs)
+            return loss(inputs)
+
+        return watched
+
+    def _check_log_probs(self, step: Step) -> None:
+        """Stops the run if a token's log-prob differs from the rollout engine's; a collective."""
+        if self.gate is not None:
+            self.gate.check(step, self.step + 1, self.parallel)
 
     def _rate_scale(self, sums: StepSums | None) -> float:
         """Returns the factor of the learning rate: the effective sequence share, or its root."""

@@ -5,10 +5,12 @@ reporters
 """
 
 import copy
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,16 @@ from slime_tis.trainer.engines.build import build_engine, training_sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutEngine, RolloutFuture
+from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.evaluation import Evaluation, load_evaluation_prompts
+from slime_tis.trainer.first_difference import first_difference
+from slime_tis.trainer.invariant.self_check import Kernels, choose_kernels
 from slime_tis.trainer.learner import Learner
+from slime_tis.trainer.megatron.architecture import invariant_shapes, read_hf_config
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.rank_collectives import on_rank_zero
+from slime_tis.trainer.on_policy_gate import OnPolicyGate
+from slime_tis.trainer.rank_collectives import on_every_rank, on_rank_zero
 from slime_tis.trainer.reporting.reporters import Reporter, Reporters, Timer, open_reporters
 from slime_tis.trainer.reporting.run_directory import check_metrics
 from slime_tis.trainer.rewards.rewards import build_reward, check_prompts, check_reward_server
@@ -160,9 +167,13 @@ def set_up(
         run_id = resumed.run
     check_metrics(arguments.reporting.output_dir, run_id)
     data = load_data(process, resumed)
-    learner = build_learner(process, functions, data)
+    kernels = shared_kernels(process)
+    learner = build_learner(process, functions, data, kernels)
     weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron)
-    sampler = build_sampler(process, data, weights)
+    sampler = build_sampler(process, data, weights, kernels)
+    if kernels is not None:
+        assert isinstance(sampler, LocalEngine)  # other engines are refused
+        learner.gate = OnPolicyGate(locate=partial(first_difference, learner, sampler))
     learner.dump = open_dump(process, run_id, sampler)
     weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
     generate = build_generate_function(
@@ -306,7 +317,40 @@ def check_rewards(
         check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
 
 
-def build_learner(process: Process, functions: UserFunctions, data: Data) -> Learner:
+def shared_kernels(process: Process) -> Kernels | None:
+    """Chooses the operations of --true-on-policy, and tests them on this machine; a collective.
+
+    Raises:
+        ValueError: The machine has a GPU, an operation depends on the batch, or ranks differ.
+    """
+    arguments = process.arguments
+    parallel = process.parallel
+    if not arguments.rollout.true_on_policy:
+        return None
+    if parallel.device.type != "cpu":
+        raise ValueError(
+            "--true-on-policy has operations for a CPU, and this process has a GPU; hide it with"
+            " CUDA_VISIBLE_DEVICES='', or remove the flag."
+        )
+    hf = read_hf_config(arguments.megatron.hf_checkpoint)
+    shapes = invariant_shapes(hf, parallel.tensor_size)
+    dtype = DTYPES[arguments.megatron.precision]
+    start = time.process_time()
+    choices = on_every_rank(lambda: choose_kernels(shapes, dtype))
+    if any(choice != choices[0] for choice in choices):
+        raise ValueError(
+            "--true-on-policy: the processors of the ranks add in different orders; start all ranks"
+            " on machines of one type with the same --num-threads."
+        )
+    if parallel.is_main:
+        seconds = time.process_time() - start
+        print(f"true on-policy: {choices[0]} (tested in {seconds:.1f} s of CPU time)", flush=True)
+    return choices[0]
+
+
+def build_learner(
+    process: Process, functions: UserFunctions, data: Data, kernels: Kernels | None
+) -> Learner:
     """Builds the training engine and the learner."""
     arguments = process.arguments
     rollout = arguments.rollout
@@ -326,6 +370,7 @@ def build_learner(process: Process, functions: UserFunctions, data: Data) -> Lea
         saves_reference=arguments.policy.ref_update_interval is not None,
         entropy_gradient=arguments.policy.entropy_coef != 0,
         gives_logits=functions.objective.loss is not None,
+        kernels=kernels,
         timer=process.timer,
         check_interrupts=check_interrupts,
     )
@@ -391,7 +436,9 @@ def steps_per_rollout(arguments: Arguments) -> int:
     return arguments.loop.num_steps_per_rollout
 
 
-def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> RolloutEngine:
+def build_sampler(
+    process: Process, data: Data, weights: PolicyWeights, kernels: Kernels | None
+) -> RolloutEngine:
     """Builds the rollout engine."""
     arguments = process.arguments
     host = EngineHost(
@@ -399,6 +446,7 @@ def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> Rollo
         weights=weights.tensors,
         weights_version=weights.version,
         output_dir=Path(arguments.reporting.output_dir),
+        kernels=kernels,
         device=process.parallel.device,
         check_interrupts=process.interrupts.check,
     )

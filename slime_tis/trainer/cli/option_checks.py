@@ -11,6 +11,7 @@ from slime_tis.options.command_line import CORRECTION_SWITCHES
 from slime_tis.options.fields import flag
 from slime_tis.policy.config import clip_is_inactive, needs_old_log_probs
 from slime_tis.trainer.cli.train_options import OPTIONS, Arguments
+from slime_tis.trainer.cli.true_on_policy import true_on_policy_warnings
 
 
 def check_arguments(arguments: Arguments) -> None:
@@ -336,6 +337,7 @@ def warnings_of(arguments: Arguments) -> Iterator[str]:
             " reaches --lr."
         )
     yield from _about_idle_options(arguments)
+    yield from true_on_policy_warnings(arguments)
 
 
 def _about_idle_options(arguments: Arguments) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.errors import quoted_path
-from slime_tis.hf_directory import read_model_config
+from slime_tis.hf_directory import FAMILIES, read_model_config
 from slime_tis.hf_hub import CONFIG, local_directory
 from slime_tis.options.command_line import (
     CodeConfig,
@@ -47,6 +47,7 @@ from slime_tis.trainer.cli.option_checks import (
 )
 from slime_tis.trainer.cli.slime_flags import RENAMED, refusal
 from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
+from slime_tis.trainer.cli.true_on_policy import check_dense, check_true_on_policy
 from slime_tis.trainer.configs.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
 from slime_tis.trainer.configs.megatron import MegatronConfig, read_environment
 from slime_tis.trainer.configs.rollout import RolloutConfig
@@ -114,11 +115,13 @@ def configure(
         check_correction(arguments)
     world_size = read_environment(environ).world_size
     check_arguments(arguments)
+    check_true_on_policy(arguments)
     check_files(arguments.rollout, arguments.megatron)
     check_dump(arguments)
     # Last of the files, because it may download the model.
     arguments = dataclasses.replace(arguments, megatron=_with_local_models(arguments.megatron))
     model = check_model(arguments.megatron, arguments.rollout, world_size)
+    check_dense(arguments, FAMILIES[model["architectures"][0]].moe)
     check_ranks(arguments, world_size)
     _refuse_unknown(restated, model)
     first_dumps = _first_dumps(arguments.loop)

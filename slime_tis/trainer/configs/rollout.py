@@ -147,6 +147,9 @@ class RolloutConfig:
     check_engines: Literal["warn", "stop", "off"] = rollout_option("warn")
     """Before the first step, compare both engines on a few answers; if they disagree, search for
     the cause."""
+    true_on_policy: bool = rollout_option(False, needs=("--rollout-engine=local",))
+    """Sample and train with the same operations, so that both log-probs of a token are equal in
+    every bit; stop at the first that differs. Dense models on a CPU, in fp32 or bf16."""
     check_weight_sync: bool = rollout_option(False)
     """After each weight update, compare the engines' tensors and log-probs of a probe prompt."""
     weight_sync_bound: Annotated[float | None, Limits(gt=0, le=1_000)] = rollout_option(

@@ -39,6 +39,7 @@ def build_engine(
         tokenizer,
         precision=config.rollout_precision,
         router_bits=config.rollout_router_bits,
+        kernels=host.kernels,
         device=host.device,
         check_interrupts=host.check_interrupts,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.function_requests import RolloutFunction
 from slime_tis.trainer.engines.weight_rounding import Precision
+from slime_tis.trainer.invariant.self_check import Kernels
 
 WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]
 """Yields the Hugging Face name and the complete tensor of one weight after the other."""
@@ -27,6 +28,8 @@ class EngineHost:
     weights_version: Callable[[], int] | None = None
     """Version of `weights`; None for the version that the engine was sent last."""
     output_dir: Path
+    kernels: Kernels | None = None
+    """Operations that training shares, see --true-on-policy."""
     device: torch.device | str = "cpu"
     check_interrupts: Callable[[], None] = lambda: None
     """Called while the engine samples or waits; raises to end the rollout."""

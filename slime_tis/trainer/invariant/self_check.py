@@ -72,6 +72,13 @@ class Kernels:
     vocabulary_part: int
     """Tokens of a rank."""
 
+    def __str__(self) -> str:
+        """The rows of matrix products, for the log of a run."""
+        rows = []
+        for name, tiles in self.tiles.items():
+            rows.append(f"{name} {tiles.base} to {tiles.most}")
+        return f"rows of a product: {', '.join(rows)}"
+
 
 @dataclass(frozen=True)
 class _Layer:

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -27,6 +28,8 @@ from slime_tis.errors import first_line
 from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
+from slime_tis.trainer.invariant.self_check import Kernels, ModelShapes
+from slime_tis.trainer.megatron.invariant_layers import use_invariant_operations
 from slime_tis.trainer.megatron.layers import (
     MoeRouter,
     TorchAttention,
@@ -162,8 +165,16 @@ def read_hf_config(directory: str | Path) -> HfConfig:
     return hf
 
 
-def build_model(directory: str | Path, config: MegatronConfig, parallel: Parallel) -> Model:
-    """Builds this rank's part of the model, with uninitialized weights, on its device."""
+def build_model(
+    directory: str | Path,
+    config: MegatronConfig,
+    parallel: Parallel,
+    kernels: Kernels | None = None,
+) -> Model:
+    """Builds this rank's part of the model, with uninitialized weights, on its device.
+
+    With `kernels`, the layers share the operations of the rollout engine.
+    """
     hf = read_hf_config(directory)
     family = FAMILIES[hf.architectures[0]]
     transformer = transformer_config(hf, config, parallel)
@@ -181,7 +192,7 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     if engine:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
     else:
-        spec = _torch_spec(transformer)
+        spec = _torch_spec(transformer, kernels)
     module = ResponseModel(
         transformer,
         spec,
@@ -323,28 +334,46 @@ def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
     return parallel.transformer_engine and moe_sizes(hf) is None
 
 
-def _torch_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def invariant_shapes(hf: HfConfig, ranks: int) -> ModelShapes:
+    """Returns the sizes of a dense model that `ranks` tensor-parallel ranks divide."""
+    return ModelShapes(
+        hidden=hf.hidden_size,
+        heads=hf.num_attention_heads,
+        groups=hf.num_key_value_heads,
+        head_features=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        inner=hf.intermediate_size,
+        vocabulary=hf.vocab_size,
+        ranks=ranks,
+    )
+
+
+def _torch_spec(config: TransformerConfig, kernels: Kernels | None) -> TransformerBlockSubmodules:
     """Returns the specification of the layers of this pipeline stage."""
-    dense = _torch_layer_spec(config, None)
+    norm: Any = TorchRMSNorm
+    if kernels is not None:
+        norm = ModuleSpec(TorchRMSNorm, params={"invariant": True})
+    dense = _torch_layer_spec(config, None, norm)
+    if kernels is not None:
+        use_invariant_operations(dense, kernels)
     layers = [dense] * get_num_layers_to_build(config)
     if config.num_moe_experts is not None:
-        sparse = _torch_layer_spec(config, config.num_moe_experts)
+        sparse = _torch_layer_spec(config, config.num_moe_experts, norm)
         first = get_transformer_layer_offset(config)
         for number in range(len(layers)):
             if config.moe_layer_freq[first + number]:
                 layers[number] = sparse
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> Any:
+def _torch_layer_spec(config: TransformerConfig, num_experts: int | None, norm: Any) -> Any:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=num_experts)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TorchAttention
     if config.qk_layernorm:
-        attention.q_layernorm = TorchRMSNorm
-        attention.k_layernorm = TorchRMSNorm
-    layer.submodules.input_layernorm = TorchRMSNorm
-    layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+        attention.q_layernorm = norm
+        attention.k_layernorm = norm
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
     mlp = layer.submodules.mlp
     if num_experts is None:
         mlp.module = TorchMLP

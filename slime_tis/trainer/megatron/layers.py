@@ -8,6 +8,7 @@ size. Here only the input is saved, twice the inner size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from slime_tis.trainer.invariant import operations
 from slime_tis.trainer.megatron.packing import PackedSequences
 
 R = TypeVar("R")
@@ -39,10 +41,13 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         config: TransformerConfig,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
+        invariant: bool = False,
         **_: Any,
     ) -> None:
+        """`invariant`: whether a token's output has the same bits in every batch."""
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.invariant = invariant
         self.context_group = pg_collection.cp
 
     def forward(
@@ -57,28 +62,42 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
         layout = packed_seq_params
         assert layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
-        query = rotate(query, layout.cos, layout.sin)
-        key = rotate(key, layout.cos, layout.sin)
+        rotation = operations.rotate if self.invariant else rotate
+        query = rotation(query, layout.cos, layout.sin)
+        key = rotation(key, layout.cos, layout.sin)
         if self.context_group.size() > 1:
             local = torch.stack([key, value], 1)
             # gathers along the first dimension, the tokens
             gathered = gather_from_sequence_parallel_region(local, group=self.context_group)
             key, value = gathered.unbind(1)
-        queries_per_group = query.shape[1] // key.shape[1]
         outputs = []
         for rows in layout.rows:
-            keys = rows.gather(key, rows.key_index)
-            values = rows.gather(value, rows.key_index)
-            output = F.scaled_dot_product_attention(
+            output = self._attend(
                 rows.gather(query, rows.query_index),
-                keys.repeat_interleave(queries_per_group, 1),
-                values.repeat_interleave(queries_per_group, 1),
-                attn_mask=rows.mask,
-                is_causal=rows.mask is None,
-                scale=self.softmax_scale,
+                rows.gather(key, rows.key_index),
+                rows.gather(value, rows.key_index),
+                rows.mask,
             )
             outputs.append(output)
         return layout.packed(outputs).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns [rows, heads, Lq, d] of a padded batch; the mask is [rows, 1, Lq, Lk] or None."""
+        if self.invariant:
+            scale = self.softmax_scale
+            if scale is None:
+                scale = query.shape[-1] ** -0.5
+            seen = None if mask is None else mask[:, 0]
+            return operations.attention(query, key, value, seen, scale)
+        queries_per_group = query.shape[1] // key.shape[1]
+        return F.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(queries_per_group, 1),
+            value.repeat_interleave(queries_per_group, 1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -124,9 +143,16 @@ class TorchRMSNorm(torch.nn.Module):
     """x / sqrt(mean(x²) + ε) · weight."""
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        invariant: bool = False,
+        **_: Any,
     ) -> None:
+        """`invariant`: whether it rounds as transformers does, see `operations.rms_norm`."""
         super().__init__()
+        self.invariant = invariant
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # megatron-core sums the gradient of weights with this mark over the tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -134,6 +160,8 @@ class TorchRMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension of x [..., hidden_size]."""
+        if self.invariant:
+            return operations.rms_norm(x, self.weight, self.eps)
         if x.is_cuda:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         output: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
@@ -174,13 +202,20 @@ class TorchMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
     The backward pass computes the input of the second linear layer again.
     """
 
+    def __init__(self, *args: Any, vectorized_silu: bool | None = None, **kwargs: Any) -> None:
+        """`vectorized_silu`: see `operations.silu`; None for torch's silu in any batch."""
+        super().__init__(*args, **kwargs)
+        self.activation: Callable[[Tensor], Tensor] = swiglu
+        if vectorized_silu is not None:
+            self.activation = partial(operations.swiglu, vectorized=vectorized_silu)
+
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
         """[..., hidden size] → [..., hidden size], and None instead of a bias."""
         assert per_token_scale is None  # experts use megatron-core's MLP
         x, _bias = self.linear_fc1(hidden_states)
-        output, _bias = with_recomputed_input(self.linear_fc2, swiglu, x)
+        output, _bias = with_recomputed_input(self.linear_fc2, self.activation, x)
         return output, None
 
 

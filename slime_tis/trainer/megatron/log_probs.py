@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from slime_tis.integrations.slime import context_parallel
 from slime_tis.trainer.data.sample import SamplingMask
+from slime_tis.trainer.invariant.operations import Tiles, product, row_sums
 
 LOWEST = -1e4
 """Replaces −inf in z − m, so that e^{z−m}·(z−m) is 0."""
@@ -53,6 +54,9 @@ class TokenDistribution:
     entropy_gradient: bool = True
     sums_squares: bool = False
     """Whether Σ_v π_v² is computed, without gradient."""
+    tiles: Tiles | None = None
+    """Rows of the product with the output layer, if log-probs must equal the rollout engine's to
+    the bit. Then the vocabulary is one block. None for the fastest order of sums."""
 
     def width(self, columns: int) -> int:
         """Returns how many of this rank's columns are tokens; the others pad the vocabulary."""
@@ -174,7 +178,7 @@ class LogitSums:
         is_here_L, column_L1 = columns(column_L, z_LV.shape[1])
         target_L = torch.where(is_here_L, z_LV.gather(1, column_L1).squeeze(1), 0.0)
         exp_LV = z_LV.sub_(max_L.unsqueeze(1)).exp()
-        normalizer_L = exp_LV.sum(1)
+        normalizer_L = row_sums(exp_LV)
         squares_L = torch.zeros_like(normalizer_L)
         if distribution.sums_squares:
             squares_L = torch.linalg.vector_norm(exp_LV, dim=1).square_()
@@ -344,6 +348,13 @@ class _Plan:
         """
         width = distribution.width(width)
         chunk_size = distribution.chunk_size
+        tiles = distribution.tiles
+        if tiles is not None:
+            if chunk_size == -1:
+                # whole tiles, because rows that fill a tile cost as much as tokens
+                chunk_size = max(entries // max(width, 1) // tiles.base, 1) * tiles.base
+            chunk_rows = max(min(rows, chunk_size), 1)
+            return cls(distribution=distribution, chunk_rows=chunk_rows, blocks=[slice(0, width)])
         if chunk_size == -1:
             chunk_size = entries // max(min(width, MIN_COLUMNS), 1)
         chunk_rows = max(min(rows, chunk_size), 1)
@@ -384,7 +395,12 @@ class _Chunk:
 
     def logits(self, block: slice) -> Tensor:
         """z [R, V] of a block of the vocabulary, −inf outside the sets, in separate memory."""
-        logits_RV = self.hidden_RI @ self.weight_OI[block].t()
+        weight_OI = self.weight_OI[block]
+        tiles = self.distribution.tiles
+        if tiles is None:
+            logits_RV = self.hidden_RI @ weight_OI.t()
+        else:
+            logits_RV = product(self.hidden_RI, weight_OI, tiles)
         start = self.distribution.vocab_start + block.start
         return self.distribution.scale_(logits_RV.to(precision(logits_RV)), start)
 

@@ -26,6 +26,7 @@ from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
+from slime_tis.trainer.invariant.self_check import HEAD, Kernels
 from slime_tis.trainer.megatron.architecture import (
     HfConfig,
     build_model,
@@ -117,6 +118,7 @@ class TrainingEngine:
         saves_reference: bool = False,
         entropy_gradient: bool = False,
         gives_logits: bool = False,
+        kernels: Kernels | None = None,
         timer: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
@@ -125,11 +127,13 @@ class TrainingEngine:
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.gives_logits = gives_logits
+        self.kernels = kernels
+        """Operations that the rollout engine shares; None if each engine has its own."""
         self.saves_reference = saves_reference
         """Whether a checkpoint has the reference policy, because it changes during the run."""
         self.timer = timer
         self.check_interrupts = check_interrupts
-        self.model = build_model(config.hf_checkpoint, config, parallel)
+        self.model = build_model(config.hf_checkpoint, config, parallel, kernels)
         freeze_weights(self.model, config, parallel)
         self.routing = RoutingReplay(
             self.model.module,
@@ -246,6 +250,7 @@ class TrainingEngine:
         *,
         source: RoutingRecord | None = None,
         scales_with_advantages: bool = False,
+        before_step: Callable[[], None] = lambda: None,
         rate_scale: Callable[[StepSums | None], float] = lambda sums: 1.0,
     ) -> StepResult:
         """Makes one Adam step on the gradient of the global batch.
@@ -261,6 +266,7 @@ class TrainingEngine:
             source: Routing to replay, see `RoutingReplay.begin`.
             scales_with_advantages: Whether a token with advantage 0 has no gradient. Then the
                 backward pass of a micro-batch without advantages may be skipped.
+            before_step: Called on every rank after the backward passes, before the weights change.
             rate_scale: Returns the factor of the learning rate from this rank's sums. Every rank
                 calls it.
         """
@@ -273,6 +279,7 @@ class TrainingEngine:
         with self.timer("forward_backward"):
             sums = self._run(batch, partition, partial(self._loss, loss=loss), forward_only=False)
         self._skips = False
+        before_step()
         contributes = self.parallel.largest(int(self.contributing > 0)) > 0
         loss_denominator = int(self.loss_denominator) if contributes else 0
         merged: StepSums | None = None  # except on the last pipeline stage
@@ -505,6 +512,9 @@ class TrainingEngine:
         size = self.parallel.tensor_size
         vocab_size = self.model.hf_config.vocab_size
         rows_per_rank = padded_vocab_size(vocab_size, size) // size
+        tiles = None
+        if self.kernels is not None:
+            tiles = self.kernels.tiles[HEAD]
         return TokenDistribution(
             temperature=self.temperature,
             sampling_mask=micro.sampling_mask,
@@ -514,6 +524,7 @@ class TrainingEngine:
             chunk_size=self.config.log_probs_chunk_size,
             entropy_gradient=self.entropy_gradient,
             sums_squares=self._sums_squares,
+            tiles=tiles,
         )
 
     def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:

@@ -76,6 +76,8 @@ class ContinuousBatching:
     weight_version: int
     records_routing: bool
     check_interrupts: Callable[[], None]
+    vocabulary_part: int | None = None
+    """See `sample_tokens`."""
     max_batch: int = 512
     max_batch_tokens: int = 131072
     """Maximum tokens of all slots, each as long as the longest; a single slot may exceed it."""
@@ -502,6 +504,7 @@ class ContinuousBatching:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            vocabulary_part=self.vocabulary_part,
         )
         for work, token, log_prob in zip(works, tokens.tolist(), log_probs.tolist(), strict=True):
             work.pending = [token]

@@ -30,6 +30,7 @@ from slime_tis.trainer.engines.function_rollouts import (
     resumed_groups,
 )
 from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
+from slime_tis.trainer.engines.local.invariant_model import install
 from slime_tis.trainer.engines.local.load_model import (
     eos_token_ids,
     linear_weight_names,
@@ -45,6 +46,7 @@ from slime_tis.trainer.engines.local.token_sampling import (
 from slime_tis.trainer.engines.rollout_engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
+from slime_tis.trainer.invariant.self_check import Kernels
 from slime_tis.trainer.rank_collectives import map_over_ranks
 from slime_tis.trainer.storage.checkpoint_files import ROLLOUT_WEIGHTS
 
@@ -114,16 +116,21 @@ class LocalEngine:
         *,
         precision: Precision = "fp32",
         router_bits: int | None = None,
+        kernels: Kernels | None = None,
         device: torch.device | str = "cpu",
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
-        """Loads the model."""
+        """Loads the model, with the operations of training if `kernels` are given."""
         self.weight_version = 0
         self._serves_functions = False
         self._tokenizer = tokenizer
         self._check_interrupts = check_interrupts
         self._model = load_model(hf_checkpoint, DTYPES.get(precision, torch.float32)).to(device)
         check_config(self._model.config)
+        self._vocabulary_part = None
+        if kernels is not None:
+            install(self._model, kernels)
+            self._vocabulary_part = kernels.vocabulary_part
         self._weights = weights_by_file_name(self._model)
         self._precision: Precision = precision
         self._roundings = roundings(self._model, precision, router_bits)
@@ -131,6 +138,11 @@ class LocalEngine:
             self._assign(name, self._weights[name])
         self._eos_token_ids = eos_token_ids(self._model, tokenizer)
         self.max_context_len = getattr(self._model.config, "max_position_embeddings", None)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The rollout model, for comparisons of its states."""
+        return self._model
 
     def submit(
         self,
@@ -356,6 +368,7 @@ class LocalEngine:
             weight_version=self.weight_version,
             records_routing=sampling.records_routing,
             check_interrupts=self._check_interrupts,
+            vocabulary_part=self._vocabulary_part,
         )
 
     def _respond(

@@ -7,16 +7,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime_tis.trainer.invariant.operations import row_sums, token_log_probs
+
 CDF_CHUNK = 512
 """Tokens per chunk of the two-level search; a vocabulary of 150k tokens has 300 chunks."""
 
 
 def sample_tokens(
-    logits_BV: Tensor, uniforms_B: Tensor, *, temperature: float, top_p: float, top_k: int
+    logits_BV: Tensor,
+    uniforms_B: Tensor,
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    vocabulary_part: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws one token per row by inverse CDF.
 
     Temperature 0 takes the most likely token, with its log-prob at temperature 1.
+
+    Args:
+        logits_BV: The model's logits.
+        uniforms_B: One number in [0, 1) per row.
+        temperature: Divides the logits.
+        top_p: Nucleus probability.
+        top_k: Number of likeliest tokens; −1 for all.
+        vocabulary_part: Tokens of a tensor-parallel rank of training. Log-probs are then summed as
+            the ranks do.
 
     Returns:
         Tokens [B], log-probs [B] float32, and the logits [B, V] of the sampled distribution, up to
@@ -27,13 +44,16 @@ def sample_tokens(
         tokens_B = log_probs_BV.argmax(-1)
         log_probs_B = log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
         return tokens_B, log_probs_B, log_probs_BV
-    shifted_BV = filtered_logits(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k)
-    shifted_BV = shifted_BV - shifted_BV.amax(-1, keepdim=True)
+    filtered_BV = filtered_logits(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k)
+    shifted_BV = filtered_BV - filtered_BV.amax(-1, keepdim=True)
     # Unnormalized: probabilities would need another pass over the vocabulary.
     weights_BV = shifted_BV.exp()
     tokens_B = inverse_cdf(weights_BV, uniforms_B)
-    sampled_B = shifted_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
-    log_probs_B = sampled_B - weights_BV.sum(-1).log()
+    if vocabulary_part is not None and vocabulary_part < filtered_BV.shape[-1]:
+        log_probs_B = token_log_probs(filtered_BV, tokens_B, vocabulary_part)
+    else:
+        sampled_B = shifted_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+        log_probs_B = sampled_B - row_sums(weights_BV).log()
     return tokens_B, log_probs_B, shifted_BV
 
 
