@@ -178,6 +178,8 @@ def attention(
     """
     if seen is None:
         seen = causal(query.shape[2], key.shape[2])
+    if not torch.is_grad_enabled():
+        return _attention(query, key, value, seen, scale)[0]
     output: Tensor = _Attention.apply(query, key, value, seen, scale)  # type: ignore[no-untyped-call]
     return output
 
@@ -201,17 +203,10 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float
     ) -> Tensor:
-        keys = _key_blocks(key)
-        values = _key_blocks(value)
-        outputs = []
-        normalizers = []
-        for part in _query_parts(seen):
-            output, normalizer = _attend(query, keys, values, seen, scale, part)
-            outputs.append(output)
-            normalizers.append(normalizer)
-        output = torch.cat(outputs, 2)
+        output, maximum, total = _attention(query, key, value, seen, scale)
         # log Σ e^score [B, H, T]
-        ctx.save_for_backward(query, key, value, seen, output, torch.cat(normalizers, 2))
+        normalizer = maximum + total.log()
+        ctx.save_for_backward(query, key, value, seen, output, normalizer)
         ctx.scale = scale
         return output
 
@@ -246,10 +241,27 @@ class _Attention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the output [B, H, T, d], the largest score m and Σ e^(score − m), [B, H, T] each."""
+    keys = _key_blocks(key)
+    values = _key_blocks(value)
+    parts = []
+    for part in _query_parts(seen):
+        parts.append(_attend(query, keys, values, seen, scale, part))
+    if len(parts) == 1:
+        return parts[0]
+    output, maximum, total = (torch.cat(column, 2) for column in zip(*parts, strict=True))
+    return output, maximum, total
+
+
 def _key_blocks(x: Tensor) -> Tensor:
     """Returns float32 [B·G, S, d] with zeros up to a multiple of `KEYS` keys."""
     batch, groups, keys, features = x.shape
     length = keys + -keys % KEYS
+    if length == keys:
+        return x.float().flatten(0, 1)
     blocks = x.new_empty(batch, groups, length, features, dtype=torch.float32)
     blocks[:, :, :keys] = x
     blocks[:, :, keys:] = 0.0
@@ -272,14 +284,15 @@ def _query_parts(seen: Tensor) -> Sequence[_Queries]:
 
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, part: _Queries
-) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, H, T, d] of some queries, and log Σ e^score [B, H, T]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the values of `_attention` for some queries."""
     batch, heads, _, features = query.shape
     groups = len(keys) // batch
     heads_per_group = heads // groups
     length = part.keys + -part.keys % KEYS
     hidden = ~seen[:, part.tokens, : part.keys]
-    hidden = F.pad(hidden, (0, length - part.keys), value=True)
+    if length > part.keys:
+        hidden = F.pad(hidden, (0, length - part.keys), value=True)
     queries = query[:, :, part.tokens].float() * scale
     count = queries.shape[2]
     # The heads of a group are rows of one product, so that few rows are padding.
@@ -298,9 +311,12 @@ def _attend(
         total = total + sums[:, :, number]
         output.add_(torch.bmm(weights[:, :, block], values[:, block]))
     output = output.div_(total)[:, :rows].to(query.dtype)
-    normalizer = (maximum + total.log())[:, :rows]
-    by_query = (batch, heads, count, -1)
-    return output.reshape(by_query), normalizer.reshape(by_query[:3])
+    by_query = (batch, heads, count)
+    return (
+        output.reshape(*by_query, features),
+        maximum[:, :rows].reshape(by_query),
+        total[:, :rows].reshape(by_query),
+    )
 
 
 # Functions of a row

@@ -78,6 +78,11 @@ class ContinuousBatching:
     check_interrupts: Callable[[], None]
     vocabulary_part: int | None = None
     """See `sample_tokens`."""
+    key_block: int = 1
+    """Attention reads a multiple of this number of keys. Invariant attention then copies none."""
+    cache_dtype: torch.dtype | None = None
+    """Type of keys and values in the cache; None for the model's. Invariant attention computes in
+    float32, and with a float32 cache it converts each key only once."""
     max_batch: int = 512
     max_batch_tokens: int = 131072
     """Maximum tokens of all slots, each as long as the longest; a single slot may exceed it."""
@@ -86,7 +91,7 @@ class ContinuousBatching:
         self.counts: Counter[str] = Counter()
         """Computed work; `reused` input tokens were in the cache, `preempted` requests lost their
         slot."""
-        self._cache = SlotCache(self.model.config, self.model.device)
+        self._cache = SlotCache(self.model.config, self.model.device, self.cache_dtype)
         self._recorder = RoutingRecorder(self.model) if self.records_routing else None
         self._slots: list[Slot] = []
         self._decoding = 0
@@ -310,14 +315,18 @@ class ContinuousBatching:
 
     def _capacity_for(self, length: int, running: Sequence[Work]) -> int | None:
         """The slot size that fits one more request, or None."""
-        capacity = max(self._cache.capacity, whole_blocks(length))
+        capacity = max(self._cache.capacity, self._whole_blocks(length))
         if len(running) >= self._most_slots(capacity):
             # Long sequences may have ended, so that smaller slots are enough.
             longest = max([len(work.known) for work in running], default=0)
-            capacity = whole_blocks(max(length, longest))
+            capacity = self._whole_blocks(max(length, longest))
         if len(running) >= self._most_slots(capacity):
             return None
         return capacity
+
+    def _whole_blocks(self, length: int) -> int:
+        """The slot size for sequences of up to `length` tokens, a multiple of `key_block`."""
+        return round_up(whole_blocks(length), self.key_block)
 
     def _most_slots(self, capacity: int) -> int:
         return max(1, min(self.max_batch, self.max_batch_tokens // capacity))
@@ -411,7 +420,7 @@ class ContinuousBatching:
         """Feeds the last tokens and samples the next; returns whether a request was answered."""
         longest = max(len(slot.tokens) for slot in self._slots[: self._decoding]) + 1
         if longest > self._cache.capacity:
-            self._resize(whole_blocks(longest))
+            self._resize(self._whole_blocks(longest))
         slots = self._slots[: self._decoding]
         logits_AV = self._forward(0, [slot.pending for slot in slots])
         self.counts["steps"] += 1
@@ -433,8 +442,15 @@ class ContinuousBatching:
         lengths = [len(slot.tokens) + len(tokens) for slot, tokens in zip(slots, fed, strict=True)]
         ends_B1 = torch.tensor(lengths, device=device)[:, None]
         positions_BT = ends_B1 - columns + torch.arange(columns, device=device)
-        window = Window(first=first, slots=len(fed), length=max(lengths), columns=columns)
-        if min(lengths) == max(lengths) and min(map(len, fed)) == columns:
+        longest = max(lengths)
+        window = Window(
+            first=first,
+            slots=len(fed),
+            length=longest,
+            keys=round_up(longest, self.key_block),
+            columns=columns,
+        )
+        if min(lengths) == longest and min(map(len, fed)) == columns:
             # All rows have equal positions: one row of positions and of the mask is broadcast.
             positions_BT = positions_BT[:1]
         else:
@@ -446,7 +462,7 @@ class ContinuousBatching:
             positions_BT = positions_BT.clamp(min=0)
             window.position_T = positions_BT[window.row_T, window.column_T]
         self._cache.window = window
-        allowed = torch.arange(max(lengths), device=device) <= positions_BT[:, :, None]
+        allowed = torch.arange(window.keys, device=device) <= positions_BT[:, :, None]
         mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=device)
         mask.masked_fill_(~allowed, -torch.inf)
         with self._recorder or nullcontext():
@@ -559,7 +575,12 @@ def whole_blocks(length: int) -> int:
     if length > 4:
         # The block is an eighth to a quarter of the length.
         block = max(BLOCK, 1 << length.bit_length() - 3)
-    return -(-length // block) * block
+    return round_up(length, block)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
 
 
 def prefill_batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:

@@ -102,6 +102,8 @@ class Window:
     """Row of each token; None if all sequences have the same length and there is no padding."""
     length: int
     """Tokens of the longest sequence, including this pass."""
+    keys: int
+    """Entries of a slot that attention reads, at least `length`; the mask hides the others."""
     columns: int
     column_T: Tensor | None = None
     position_T: Tensor | None = None
@@ -110,8 +112,10 @@ class Window:
 class SlotTensor:
     """A tensor with a row per slot and an entry per token, written in place."""
 
-    def __init__(self, token_dim: int) -> None:
+    def __init__(self, token_dim: int, dtype: torch.dtype | None = None) -> None:
+        """`dtype` of the stored values; None for that of the first written states."""
         self._token_dim = token_dim
+        self._dtype = dtype
         self._data: Tensor | None = None
 
     def write(self, window: Window, states: Tensor, slots: int, capacity: int) -> None:
@@ -121,7 +125,7 @@ class SlotTensor:
             shape[0] = slots
             shape[self._token_dim] = capacity
             # Attention multiplies masked values by 0, and uninitialized memory may contain NaN.
-            self._data = states.new_zeros(shape)
+            self._data = states.new_zeros(shape, dtype=self._dtype)
         if window.row_T is None:
             slots_of_pass = self._data.narrow(0, window.first, window.slots)
             start = window.length - window.columns
@@ -130,7 +134,7 @@ class SlotTensor:
             states = states.movedim(self._token_dim, 1)
             data = self._data.movedim(self._token_dim, 1)
             slot_T = window.first + window.row_T
-            data[slot_T, window.position_T] = states[window.row_T, window.column_T]
+            data[slot_T, window.position_T] = states[window.row_T, window.column_T].to(data.dtype)
 
     def read(self, first: int, slots: int, length: int) -> Tensor:
         """A view of the first tokens of some slots."""
@@ -163,8 +167,8 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
         self._cache = cache
-        self.slot_keys = SlotTensor(token_dim=2)
-        self.slot_values = SlotTensor(token_dim=2)
+        self.slot_keys = SlotTensor(token_dim=2, dtype=cache.dtype)
+        self.slot_values = SlotTensor(token_dim=2, dtype=cache.dtype)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -174,8 +178,8 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
         window = cache.window
         self.slot_keys.write(window, key_states, cache.slots, cache.capacity)
         self.slot_values.write(window, value_states, cache.slots, cache.capacity)
-        keys = self.slot_keys.read(window.first, window.slots, window.length)
-        values = self.slot_values.read(window.first, window.slots, window.length)
+        keys = self.slot_keys.read(window.first, window.slots, window.keys)
+        values = self.slot_values.read(window.first, window.slots, window.keys)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -188,8 +192,12 @@ class SlotCache:
 
     window: Window
 
-    def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype` of keys and values; None for the model's."""
         self.slots = 0
+        self.dtype = dtype
         self.capacity = 0
         """Size of a slot, in tokens."""
         self._device = device
