@@ -141,6 +141,13 @@ def test_the_wrong_command_of_the_quick_start_is_refused_as_shown(task):
     assert str(error.value) == message
 
 
+@pytest.mark.usefixtures("task")
+def test_the_command_of_the_page_on_equal_log_probs_is_accepted():
+    (command,) = blocks("true_on_policy.md", "")
+    options = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
+    assert options.rollout.true_on_policy
+
+
 def test_commands_on_the_sglang_page_are_accepted(task):
     (commands,) = [
         block for block in blocks("sglang.md", "") if block.startswith("python train.py")

@@ -29,7 +29,7 @@ from tests.cli.conftest import configured, refusal
         ("--debug-rollout-only", "which trains nothing"),
         ("--custom-loss-function-path a.py:b --loss-type custom_loss", "megatron-core's output"),
         ("--rollout-function-path a.py:b", "whose log-probs may come from anywhere"),
-        ("--rollout-engine sglang --sglang-launch 1", "--true-on-policy"),
+        ("--rollout-engine sglang --sglang-launch 1", "does not have the kernels of a server"),
     ],
     ids=lambda value: value.split(" --")[0] if value.startswith("--") else "",
 )

@@ -24,7 +24,7 @@ def check_true_on_policy(arguments: Arguments) -> None:
     """
     if not arguments.rollout.true_on_policy:
         return
-    for problem in (*_of_precision(arguments), *_of_layout(arguments), *_of_samples(arguments)):
+    for problem in (*_of_samples(arguments), *_of_precision(arguments), *_of_layout(arguments)):
         raise ValueError(f"--true-on-policy does not work with {problem}")
 
 
@@ -81,6 +81,11 @@ def _of_samples(arguments: Arguments) -> Iterator[str]:
     """Yields options whose tokens were not sampled by the weights and operations of the step."""
     rollout = arguments.rollout
     loop = arguments.loop
+    if rollout.rollout_engine != "local":
+        yield (
+            f"--rollout-engine {rollout.rollout_engine}: training does not have the kernels of a"
+            " server, so that log-probs differ; use --rollout-engine local."
+        )
     steps = loop.num_steps_per_rollout
     if steps is not None and steps > 1:
         yield (

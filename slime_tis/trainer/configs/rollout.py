@@ -147,7 +147,7 @@ class RolloutConfig:
     check_engines: Literal["warn", "stop", "off"] = rollout_option("warn")
     """Before the first step, compare both engines on a few answers; if they disagree, search for
     the cause."""
-    true_on_policy: bool = rollout_option(False, needs=("--rollout-engine=local",))
+    true_on_policy: bool = rollout_option(False)
     """Sample and train with the same operations, so that both log-probs of a token are equal in
     every bit; stop at the first that differs. Dense models on a CPU, in fp32 or bf16."""
     check_weight_sync: bool = rollout_option(False)
