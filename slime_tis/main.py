@@ -7,6 +7,7 @@
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
     slime-tis what-if RUN_OR_DUMP [FLAGS]    prints what corrections would have done to these tokens
     slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch
+    slime-tis parity CHECKPOINT              names the first operation in which executions differ
     slime-tis recommend RUN_OR_DUMP          prints the correction that the study recommends for it
     slime-tis completion SHELL               prints a script that completes these commands
 
@@ -28,6 +29,7 @@ from typing import Any
 import slime_tis
 from slime_tis.analysis.report.comparison_study import PRECISION_CLASSES
 from slime_tis.console_output import protect_output
+from slime_tis.parity.parity_options import add_parity_options
 
 WHAT_IF_ORDER = (
     "Ordered by cosine, the closest to the exact gradient first. This is no recommendation: a dump"
@@ -110,10 +112,10 @@ def _run(chosen: argparse.Namespace) -> int:
         from slime_tis.demo.demo_commands import demo
 
         return demo(chosen.out)
-    if chosen.command == "port":
-        return _port(chosen)
-    if chosen.command == "diagnose":
-        return _diagnose(chosen)
+    # Commands with an exit status of their own.
+    own_status = {"port": _port, "diagnose": _diagnose, "parity": _parity}
+    if chosen.command in own_status:
+        return own_status[chosen.command](chosen)
     if chosen.command == "plan":
         # The plan is made on the CPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -197,6 +199,19 @@ def _diagnose(chosen: argparse.Namespace) -> int:
     try:
         print(diagnosis(chosen.path, **options, as_json=chosen.json, fail_on=chosen.fail_on))
     except LimitExceeded as error:
+        print(error.text)
+        print(f"--fail-on: {error}.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parity(chosen: argparse.Namespace) -> int:
+    """Runs `slime-tis parity`; returns its exit status: 1 if --fail-on is exceeded."""
+    from slime_tis.parity.parity_command import TooDifferent, parity
+
+    try:
+        print(parity(chosen))
+    except TooDifferent as error:
         print(error.text)
         print(f"--fail-on: {error}.", file=sys.stderr)
         return 1
@@ -322,6 +337,13 @@ def _parser(
     add("path", metavar="RUN_OR_DUMP", help=dumps)
     precision = "precision of the rollout engine, if the dump does not have it, as with servers"
     add("--rollout-precision", choices=[*PRECISION_CLASSES], default="", help=precision)
+
+    add = command(
+        "parity",
+        "compare two executions of the same tokens",
+        ", and name the first operation that differs",
+    )
+    add_parity_options(add)
 
     add = command(
         "what-if",

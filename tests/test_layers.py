@@ -72,6 +72,7 @@ LAYERS = (
     ("slime_tis.trainer.port", "slime_tis.trainer.setup"),
     ("slime_tis.trainer.train", "slime_tis.trainer.exits"),
     ("slime_tis.trainer.training_command",),
+    ("slime_tis.parity",),
     ("slime_tis.demo", "slime_tis.shell_completion"),
     ("slime_tis.main",),
     ("slime_tis.__main__",),

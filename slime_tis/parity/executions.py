@@ -1,0 +1,71 @@
+"""The executions that `slime-tis parity` compares, by their names on the command line.
+
+The command line is read before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from slime_tis.parity.recording import Recording
+    from slime_tis.parity.samples import Samples
+
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two executions."""
+
+    execution: str
+    """Name in EXECUTIONS."""
+    checkpoint: str
+    """Hugging Face directory."""
+    precision: str = "fp32"
+    device: str = "cpu"
+    chunk_size: int = 16
+    """Tokens of a pass of `chunks`."""
+    url: str = ""
+    """Address of a server."""
+
+
+class Record(Protocol):
+    """An execution that is ready to run."""
+
+    def __call__(self, samples: Samples, substitutes: Recording | None = None) -> Recording:
+        """Computes the samples; results of operations are replaced by those of `substitutes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """An entry of EXECUTIONS."""
+
+    title: str
+    opened: str
+    """`module:function` that gets a `Side` and returns a context manager of a `Record`."""
+
+    def open(self, side: Side) -> AbstractContextManager[Record]:
+        """Loads the side's model, or connects to its server."""
+        function: Callable[[Side], AbstractContextManager[Record]] = resolve_name(self.opened)
+        return function(side)
+
+
+TRANSFORMERS = "slime_tis.parity.transformers_executions:opened"
+EXECUTIONS = {
+    "full": Execution(title="transformers, one pass per sample", opened=TRANSFORMERS),
+    "decode": Execution(
+        title="transformers, one token at a time with a key/value cache", opened=TRANSFORMERS
+    ),
+    "batch": Execution(
+        title="transformers, all samples in one batch with padding", opened=TRANSFORMERS
+    ),
+    "chunks": Execution(
+        title="transformers, prefill in chunks of --chunk-size tokens", opened=TRANSFORMERS
+    ),
+}
+"""The table of executions."""

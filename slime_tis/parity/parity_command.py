@@ -1,0 +1,162 @@
+"""Runs `slime-tis parity`."""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slime_tis.analysis.diagnosis.rescore import check_device
+from slime_tis.errors import quoted, quoted_path
+from slime_tis.hf_hub import local_directory
+from slime_tis.parity.checkpoint import read_config, vocab_size_of
+from slime_tis.parity.comparison import Comparison, compare
+from slime_tis.parity.executions import EXECUTIONS, Side
+from slime_tis.parity.parity_text import as_json, text
+from slime_tis.parity.samples import Samples, check_length, joined, random_prompts, read_prompts
+
+
+class TooDifferent(Exception):
+    """The log-probs differ by more than --fail-on; `text` is the output."""
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
+
+
+def parity(chosen: Namespace) -> str:
+    """Compares the executions of a command line.
+
+    Args:
+        chosen: The parsed options of `slime-tis parity`.
+
+    Returns:
+        The text to print.
+
+    Raises:
+        ValueError: An option, the checkpoint or the prompts cannot be used, or a server is down.
+        TooDifferent: --fail-on is exceeded.
+    """
+    reference, others = sides(chosen)
+    check_device(chosen.device)
+    comparisons = run(chosen, reference, others)
+    if chosen.json:
+        printed = [as_json(comparison) for comparison in comparisons]
+        output = json.dumps(printed[0] if len(printed) == 1 else printed, indent=2)
+    else:
+        output = "\n\n\n".join(text(comparison) for comparison in comparisons)
+    _check_limit(chosen.fail_on, comparisons, output)
+    return output
+
+
+def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
+    """Returns the reference and the executions that are compared with it.
+
+    Raises:
+        ValueError: The options do not fit together.
+    """
+    names = chosen.other or ["decode"]
+    for option, value in (("--samples", chosen.samples), ("--tokens", chosen.tokens)):
+        if not 1 <= value <= 100_000:
+            raise ValueError(f"{option} is {value} but must be a number from 1 to 100000.")
+    if not 1 <= chosen.chunk_size <= 1_000_000:
+        raise ValueError(f"--chunk-size is {chosen.chunk_size} but must be 1 or more.")
+    checkpoint = local_directory(chosen.checkpoint, "CHECKPOINT")
+    other_checkpoint = checkpoint
+    if chosen.other_checkpoint:
+        other_checkpoint = local_directory(chosen.other_checkpoint, "--other-checkpoint")
+    reference = Side(
+        execution=chosen.reference,
+        checkpoint=checkpoint,
+        precision=chosen.precision,
+        device=chosen.device,
+        chunk_size=chosen.chunk_size,
+    )
+    others = []
+    for name in dict.fromkeys(names):
+        other = replace(
+            reference,
+            execution=name,
+            checkpoint=other_checkpoint,
+            precision=chosen.other_precision or chosen.precision,
+        )
+        if other == reference:
+            raise ValueError(
+                f"--reference and --other are both {quoted(name)} with the same checkpoint and"
+                " precision; choose another --other, --other-precision or --other-checkpoint."
+            )
+        others.append(other)
+    return reference, others
+
+
+def run(chosen: Namespace, reference: Side, others: list[Side]) -> list[Comparison]:
+    """Runs the executions on the same tokens."""
+    samples = _samples(chosen, reference)
+    for other in others:
+        _check_vocabulary(samples, other)
+    with EXECUTIONS[reference.execution].open(reference) as record:
+        expected = record(samples)
+    comparisons = []
+    for other in others:
+        isolated = None
+        with EXECUTIONS[other.execution].open(other) as record:
+            recording = record(samples)
+            comparison = compare(expected, recording, None, samples)
+            if comparison.first is not None:
+                isolated = record(samples, expected)
+                comparison = compare(expected, recording, isolated, samples)
+        comparisons.append(comparison)
+    return comparisons
+
+
+def _samples(chosen: Namespace, reference: Side) -> Samples:
+    """Returns prompts with responses that the reference's weights sampled."""
+    from slime_tis.parity.transformers_executions import load, sampled_responses
+
+    vocab_size = vocab_size_of(reference.checkpoint)
+    if chosen.prompts:
+        prompts = read_prompts(
+            chosen.prompts, chosen.samples, _tokenizer(reference.checkpoint), vocab_size
+        )
+    else:
+        prompts = random_prompts(chosen.samples, chosen.tokens, vocab_size, chosen.seed)
+    context_len = read_config(reference.checkpoint).get("max_position_embeddings")
+    check_length(max(map(len, prompts)) + chosen.tokens, context_len)
+    model = load(reference)
+    return joined(prompts, sampled_responses(model, prompts, chosen.tokens, chosen.seed))
+
+
+def _tokenizer(checkpoint: str) -> Callable[[], Any]:
+    def load() -> Any:
+        from slime_tis.trainer.engines.local.load_model import load_tokenizer
+
+        return load_tokenizer(Path(checkpoint))
+
+    return load
+
+
+def _check_vocabulary(samples: Samples, side: Side) -> None:
+    """Raises ValueError if a token is not in the vocabulary of another checkpoint."""
+    vocab_size = vocab_size_of(side.checkpoint)
+    largest = max(map(max, samples.tokens))
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the samples have the token {largest}, but {quoted_path(side.checkpoint)} has"
+            f" {vocab_size} tokens; compare models with the same tokenizer."
+        )
+
+
+def _check_limit(limit: float | None, comparisons: list[Comparison], output: str) -> None:
+    if limit is None:
+        return
+    for comparison in comparisons:
+        log_probs = comparison.log_probs
+        differs = limit == 0 and not log_probs.difference.is_equal
+        # Negated, so that NaN exceeds every limit.
+        if differs or not log_probs.mean <= limit:
+            raise TooDifferent(
+                f"mean abs(Δ) of {comparison.reference.name} and {comparison.other.name} is"
+                f" {log_probs.mean:.3g} nats, above {limit:g}",
+                output,
+            )

@@ -1,0 +1,42 @@
+"""The options of `slime-tis parity`."""
+
+from collections.abc import Callable
+
+from slime_tis.parity.executions import EXECUTIONS, PRECISIONS
+
+
+def add_parity_options(add: Callable[..., object]) -> None:
+    """Adds the options to a parser; `add` adds one argument."""
+    add("checkpoint", metavar="CHECKPOINT", help="Hugging Face directory, or ORG/NAME of the Hub")
+    titles = "; ".join(f"{name}: {entry.title}" for name, entry in EXECUTIONS.items())
+    add(
+        "--reference",
+        choices=[*EXECUTIONS],
+        default="full",
+        help=f"execution that is taken as right (default %(default)s): {titles}",
+    )
+    other = "execution that is compared with it (default decode); may be repeated"
+    add("--other", choices=[*EXECUTIONS], action="append", default=[], help=other)
+    precision = "precision of both executions (default %(default)s)"
+    add("--precision", choices=PRECISIONS, default="fp32", help=precision)
+    other_precision = "precision of the other execution, if it differs"
+    add("--other-precision", choices=PRECISIONS, default="", help=other_precision)
+    other_checkpoint = "checkpoint of the other execution, if it differs"
+    add("--other-checkpoint", default="", metavar="DIR", help=other_checkpoint)
+    prompts = (
+        "file with a prompt per line: text, or JSON objects with `prompt` or `tokens` in a .jsonl"
+        " (default: random tokens)"
+    )
+    add("--prompts", default="", metavar="FILE", help=prompts)
+    add("--samples", type=int, default=4, metavar="N", help="prompts (default %(default)s)")
+    tokens = "tokens that are sampled after each prompt, also for `decode` (default %(default)s)"
+    add("--tokens", type=int, default=32, metavar="N", help=tokens)
+    seed = "seed of random prompts and of sampling (default %(default)s)"
+    add("--seed", type=int, default=0, metavar="N", help=seed)
+    chunk = "tokens of a pass of `chunks` (default %(default)s)"
+    add("--chunk-size", type=int, default=16, metavar="N", help=chunk)
+    device = "device of torch of transformers' executions, such as cuda:0 (default %(default)s)"
+    add("--device", default="cpu", metavar="DEVICE", help=device)
+    add("--json", action="store_true", help="print JSON")
+    limit = "exit with status 1 if mean abs(Δ) of log-probs exceeds this number of nats, for CI"
+    add("--fail-on", type=float, default=None, metavar="NATS", help=limit)

@@ -1,0 +1,165 @@
+"""Where operations are visible in a model of transformers.
+
+Names are those of Llama and its relatives. Operations of other families that have no such module
+are not recorded.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime_tis.parity.recording import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    Place,
+    Recorder,
+    Site,
+    hooked,
+    replaced_attribute,
+)
+
+OUTPUTS = {
+    "input_layernorm": "norm before attention",
+    "self_attn.q_proj": "query projection",
+    "self_attn.k_proj": "key projection",
+    "self_attn.v_proj": "value projection",
+    "self_attn.q_norm": "query norm",
+    "self_attn.k_norm": "key norm",
+    "self_attn.o_proj": "output projection",
+    "post_attention_layernorm": "norm before MLP",
+    "mlp.experts": "experts",
+    "mlp.shared_expert": "shared expert",
+    "mlp.shared_experts": "shared expert",
+    "mlp.gate_proj": "gate projection",
+    "mlp.up_proj": "up projection",
+    "mlp.down_proj": "down projection",
+    "mlp": "MLP",
+    "": "residual after MLP",
+}
+"""Operations by the module of a layer whose output they are."""
+INPUTS = {
+    "self_attn.o_proj": "attention",
+    "post_attention_layernorm": "residual after attention",
+    "mlp.down_proj": "activation",
+}
+"""Operations by the module of a layer whose input they are."""
+ROUTERS = ("mlp.gate",)
+"""Modules that return router logits, weights of the chosen experts, and their numbers."""
+ROPE = "apply_rotary_pos_emb"
+"""Function of a model's Python module that rotates queries and keys."""
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """Returns the layers of a model; none if they have another name."""
+    return list(getattr(model.base_model, "layers", []))
+
+
+@contextmanager
+def recorded(model: Any, recorder: Recorder) -> Iterator[None]:
+    """Records all visible operations of a model during the block."""
+    sites = []
+    named = [
+        (model.get_input_embeddings(), EMBEDDING),
+        (getattr(model.base_model, "norm", None), FINAL_NORM),
+        (model.get_output_embeddings(), HEAD),
+    ]
+    for module, operation in named:
+        if module is not None:
+            sites.append(Site(module=module, places=(Place(operation),)))
+    with ExitStack() as stack:
+        for number, layer in enumerate(layers_of(model)):
+            sites += _layer_sites(layer, number)
+            for path in ROUTERS:
+                router = _submodule(layer, path)
+                if router is not None:
+                    handle = router.register_forward_hook(_router_hook(number, recorder))
+                    stack.callback(handle.remove)
+        stack.enter_context(hooked(sites, recorder))
+        stack.enter_context(_recorded_rope(model, recorder))
+        yield
+
+
+def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return layer.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _layer_sites(layer: nn.Module, number: int) -> list[Site]:
+    sites = []
+    # A dense MLP's output is its down projection's.
+    is_dense = _submodule(layer, "mlp.down_proj") is not None
+    for table, is_input in ((INPUTS, True), (OUTPUTS, False)):
+        for path, operation in table.items():
+            module = _submodule(layer, path)
+            if module is None or (operation == "MLP" and is_dense):
+                continue
+            place = Place(operation, number)
+            sites.append(Site(module=module, places=(place,), is_input=is_input))
+    return sites
+
+
+def _router_hook(number: int, recorder: Recorder) -> Callable[..., Any]:
+    """Records a router's weights as a matrix [tokens, experts], 0 for experts not chosen."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, tuple) or len(output) != 3:
+            return None
+        logits, weights, experts = output
+        recorder.take(Place("router logits", number), logits)
+        weights_NE = torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device)
+        weights_NE.scatter_(1, experts, weights)
+        replaced_NE = recorder.take(Place("router", number), weights_NE)
+        if replaced_NE is None:
+            return None
+        chosen = replaced_NE.topk(experts.shape[1], dim=-1)
+        return logits, chosen.values.to(weights.dtype), chosen.indices
+
+    return hook
+
+
+@contextmanager
+def _recorded_rope(model: Any, recorder: Recorder) -> Iterator[None]:
+    """Records rotated queries and keys, by replacing the function that rotates them."""
+    layers = layers_of(model)
+    attentions = []
+    for layer in layers:
+        attention = _submodule(layer, "self_attn")
+        if attention is not None:
+            attentions.append(attention)
+    if not attentions:
+        yield
+        return
+    python_module = sys.modules[type(attentions[0]).__module__]
+    original = getattr(python_module, ROPE, None)
+    # The rotation does not know its layer.
+    running_layer = [0]
+
+    def rotate(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert original is not None  # the function is replaced only if there is one
+        rotated = []
+        outputs = original(query, key, *args, **kwargs)
+        for operation, output in zip(("query rope", "key rope"), outputs, strict=True):
+            # [sequences, heads, columns, d]; a row is a token.
+            by_token = output.transpose(1, 2)
+            replaced = recorder.take(Place(operation, running_layer[0]), by_token)
+            rotated.append(output if replaced is None else replaced.transpose(1, 2))
+        return rotated[0], rotated[1]
+
+    def entered(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            running_layer[0] = number
+
+        return hook
+
+    with ExitStack() as stack:
+        for number, attention in enumerate(attentions):
+            stack.callback(attention.register_forward_pre_hook(entered(number)).remove)
+        stack.enter_context(replaced_attribute(python_module, ROPE, rotate))
+        yield
