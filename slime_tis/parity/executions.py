@@ -48,6 +48,9 @@ class Execution:
     title: str
     opened: str
     """`module:function` that gets a `Side` and returns a context manager of a `Record`."""
+    extra: str = "analysis"
+    """The extra of the package that the execution needs."""
+    is_server: bool = False
 
     def open(self, side: Side) -> AbstractContextManager[Record]:
         """Loads the side's model, or connects to its server."""
@@ -56,6 +59,7 @@ class Execution:
 
 
 TRANSFORMERS = "slime_tis.parity.transformers_executions:opened"
+SERVER = "slime_tis.parity.server_execution:opened"
 EXECUTIONS = {
     "full": Execution(title="transformers, one pass per sample", opened=TRANSFORMERS),
     "decode": Execution(
@@ -67,5 +71,27 @@ EXECUTIONS = {
     "chunks": Execution(
         title="transformers, prefill in chunks of --chunk-size tokens", opened=TRANSFORMERS
     ),
+    "local": Execution(
+        title="the local rollout engine, continuous batching",
+        opened="slime_tis.parity.local_execution:opened",
+        extra="train",
+    ),
+    "training": Execution(
+        title="the training engine, all samples packed",
+        opened="slime_tis.parity.training_execution:opened",
+        extra="train",
+    ),
+    "sglang": Execution(
+        title="the SGLang server at --url, log-probs of a prefill",
+        opened=SERVER,
+        extra="train",
+        is_server=True,
+    ),
+    "vllm": Execution(
+        title="the vLLM server at --url, log-probs of a prefill",
+        opened=SERVER,
+        extra="train",
+        is_server=True,
+    ),
 }
-"""The table of executions."""
+"""The table of executions. `slime-tis parity --help` lists its names and titles."""

@@ -2,7 +2,8 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from slime_tis.errors import quoted, quoted_path
 from slime_tis.hf_hub import local_directory
 from slime_tis.parity.checkpoint import read_config, vocab_size_of
 from slime_tis.parity.comparison import Comparison, compare
-from slime_tis.parity.executions import EXECUTIONS, Side
+from slime_tis.parity.executions import EXECUTIONS, Record, Side
 from slime_tis.parity.parity_text import as_json, text
 from slime_tis.parity.samples import Samples, check_length, joined, random_prompts, read_prompts
 
@@ -66,12 +67,14 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
     other_checkpoint = checkpoint
     if chosen.other_checkpoint:
         other_checkpoint = local_directory(chosen.other_checkpoint, "--other-checkpoint")
+    _check_url(chosen.url, [chosen.reference, *names])
     reference = Side(
         execution=chosen.reference,
         checkpoint=checkpoint,
         precision=chosen.precision,
         device=chosen.device,
         chunk_size=chosen.chunk_size,
+        url=chosen.url,
     )
     others = []
     for name in dict.fromkeys(names):
@@ -95,12 +98,11 @@ def run(chosen: Namespace, reference: Side, others: list[Side]) -> list[Comparis
     samples = _samples(chosen, reference)
     for other in others:
         _check_vocabulary(samples, other)
-    with EXECUTIONS[reference.execution].open(reference) as record:
+    with _opened(reference) as record:
         expected = record(samples)
     comparisons = []
     for other in others:
-        isolated = None
-        with EXECUTIONS[other.execution].open(other) as record:
+        with _opened(other) as record:
             recording = record(samples)
             comparison = compare(expected, recording, None, samples)
             if comparison.first is not None:
@@ -108,6 +110,39 @@ def run(chosen: Namespace, reference: Side, others: list[Side]) -> list[Comparis
                 comparison = compare(expected, recording, isolated, samples)
         comparisons.append(comparison)
     return comparisons
+
+
+@contextmanager
+def _opened(side: Side) -> Iterator[Record]:
+    """Opens an execution.
+
+    Raises:
+        ValueError: A package is missing, which another extra installs than this command's.
+    """
+    entry = EXECUTIONS[side.execution]
+    try:
+        context = entry.open(side)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package == "slime_tis":
+            raise
+        raise ValueError(
+            f"error: the execution {side.execution} needs the package {package}; install it with:"
+            f" pip install 'slime_tis[{entry.extra}]'"
+        ) from error
+    with context as record:
+        yield record
+
+
+def _check_url(url: str, names: list[str]) -> None:
+    """Raises ValueError if a server has no address, or an address no server."""
+    servers = [name for name in names if EXECUTIONS[name].is_server]
+    if servers and not url:
+        raise ValueError(
+            f"the execution {servers[0]} needs --url, such as --url http://127.0.0.1:30000."
+        )
+    if url and not servers:
+        raise ValueError("--url is the address of a server; add --other sglang or --other vllm.")
 
 
 def _samples(chosen: Namespace, reference: Side) -> Samples:

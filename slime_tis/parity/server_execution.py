@@ -1,0 +1,65 @@
+"""An SGLang or vLLM server, which reveals log-probs only."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pkgutil import resolve_name
+
+import torch
+
+from slime_tis.parity.executions import Record, Side
+from slime_tis.parity.recording import Recording
+from slime_tis.parity.samples import Samples
+from slime_tis.trainer.configs.servers import ServerConfig, server_config
+from slime_tis.trainer.engines.servers.api import ServerApi, served_model
+from slime_tis.trainer.engines.servers.client import Server, make_client
+from slime_tis.trainer.engines.servers.errors import RequestError
+
+
+@contextmanager
+def opened(side: Side) -> Iterator[Record]:
+    """Yields the execution of a running server.
+
+    Raises:
+        ValueError: The server does not answer, or refuses.
+    """
+    config = server_config(side.execution, url=(side.url,))
+    api: ServerApi = resolve_name(config.entry.api)(
+        served_model(side.checkpoint, records_experts=False)
+    )
+
+    def record(samples: Samples, substitutes: Recording | None = None) -> Recording:
+        try:
+            precision, rows = asyncio.run(_ask(config, api, samples))
+        except RequestError as error:
+            raise ValueError(
+                f"{error} Start a {config.entry.title} server of this checkpoint, or correct --url."
+            ) from error
+        log_probs_T = torch.full([samples.total], torch.nan)
+        log_probs_T[samples.predicted] = torch.tensor([x for row in rows for x in row])
+        return Recording(
+            name=side.execution,
+            precision=precision,
+            log_probs_T=log_probs_T,
+            is_scored_T=samples.predicted,
+        )
+
+    yield record
+
+
+async def _ask(
+    config: ServerConfig, api: ServerApi, samples: Samples
+) -> tuple[str, list[list[float]]]:
+    """Returns the server's precision, and the log-probs of all tokens but the first per sample."""
+    client = make_client(config.keys, api.user_endpoints)
+    (url,) = config.server_urls
+    async with client.session:
+        server = Server(url, client, api, config.request_timeout)
+        info = await api.info(server)
+        if info.problem:
+            raise ValueError(f"{url} {info.problem}")
+        rows = []
+        for tokens in samples.tokens:
+            rows.append(await server.call(api.score(tokens)))
+        await server.close()
+    return info.precision or "its own precision", rows
