@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.analysis.diagnosis.rescore import check_device
+from slime_tis.analysis.report.page import check_output
 from slime_tis.errors import quoted, quoted_path
 from slime_tis.hf_hub import local_directory
 from slime_tis.parity.checkpoint import read_config, vocab_size_of
 from slime_tis.parity.comparison import Comparison, compare
 from slime_tis.parity.executions import EXECUTIONS, Record, Side
+from slime_tis.parity.parity_page import write_page
 from slime_tis.parity.parity_text import as_json, text
 from slime_tis.parity.samples import Samples, check_length, joined, random_prompts, read_prompts
 
@@ -41,7 +43,12 @@ def parity(chosen: Namespace) -> str:
     """
     reference, others = sides(chosen)
     check_device(chosen.device)
+    if chosen.out:
+        # Before the executions, which may take minutes.
+        check_output(Path(chosen.out))
     comparisons = run(chosen, reference, others)
+    if chosen.out:
+        write_page(Path(chosen.out), chosen.checkpoint, comparisons)
     if chosen.json:
         printed = [as_json(comparison) for comparison in comparisons]
         output = json.dumps(printed[0] if len(printed) == 1 else printed, indent=2)

@@ -39,6 +39,8 @@ def add_parity_options(add: Callable[..., object]) -> None:
     add("--url", default="", metavar="URL", help=url)
     device = "device of torch of transformers' executions, such as cuda:0 (default %(default)s)"
     add("--device", default="cpu", metavar="DEVICE", help=device)
+    out = "also write an HTML report with heat maps of all operations"
+    add("--out", default="", metavar="FILE", help=out)
     add("--json", action="store_true", help="print JSON")
     limit = "exit with status 1 if mean abs(Δ) of log-probs exceeds this number of nats, for CI"
     add("--fail-on", type=float, default=None, metavar="NATS", help=limit)

@@ -31,6 +31,7 @@ IN_A_LAYER = (
     "router logits",
     "router",
     "experts",
+    "shared expert before its gate",
     "shared expert",
     "gate projection",
     "up projection",

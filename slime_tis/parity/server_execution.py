@@ -24,9 +24,8 @@ def opened(side: Side) -> Iterator[Record]:
         ValueError: The server does not answer, or refuses.
     """
     config = server_config(side.execution, url=(side.url,))
-    api: ServerApi = resolve_name(config.entry.api)(
-        served_model(side.checkpoint, records_experts=False)
-    )
+    model = served_model(side.checkpoint, records_experts=False)
+    api: ServerApi = resolve_name(config.entry.api)(model=model)
 
     def record(samples: Samples, substitutes: Recording | None = None) -> Recording:
         try:

@@ -1,5 +1,6 @@
 """The training engine: Megatron layers over packed samples."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -55,6 +56,8 @@ ROUTER = "mlp.router"
 @contextmanager
 def opened(side: Side) -> Iterator[Record]:
     """Builds the training engine on one rank; yields its execution."""
+    # megatron-core warns of layers that it does not know.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     config = MegatronConfig(
         hf_checkpoint=side.checkpoint,
         bf16=side.precision == "bf16",

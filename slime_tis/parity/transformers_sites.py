@@ -33,7 +33,8 @@ OUTPUTS = {
     "self_attn.o_proj": "output projection",
     "post_attention_layernorm": "norm before MLP",
     "mlp.experts": "experts",
-    "mlp.shared_expert": "shared expert",
+    # Qwen2-MoE. megatron-core's shared expert includes the gate.
+    "mlp.shared_expert": "shared expert before its gate",
     "mlp.shared_experts": "shared expert",
     "mlp.gate_proj": "gate projection",
     "mlp.up_proj": "up projection",

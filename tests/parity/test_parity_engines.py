@@ -1,0 +1,143 @@
+"""`slime-tis parity` with the local engine, the training engine and servers."""
+
+import html
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime_tis.main import main
+from slime_tis.parity.comparison import compare
+from slime_tis.parity.executions import EXECUTIONS, Side
+from slime_tis.parity.samples import joined, random_prompts
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.rollout.sglang.fake_sglang import fake_servers, log_prob
+
+SAMPLES = joined(random_prompts(3, 9, VOCAB_SIZE, seed=0), random_prompts(3, 5, VOCAB_SIZE, seed=1))
+SHORT = ["--samples", "2", "--tokens", "4", "--json"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def make(family="qwen3", *, name="", change=None):
+        path = root / (name or family)
+        if not path.exists():
+            make_checkpoint(path, family)
+            if change is not None:
+                weights = path / "model.safetensors"
+                tensors = load_file(weights)
+                change(tensors)
+                save_file(tensors, weights, {"format": "pt"})
+        return str(path)
+
+    return make
+
+
+def recordings(execution, checkpoint, reference=None):
+    """One or, with a reference, two recordings of an execution."""
+    side = Side(execution=execution, checkpoint=checkpoint)
+    with EXECUTIONS[execution].open(side) as record:
+        result = [record(SAMPLES)]
+        if reference is not None:
+            result.append(record(SAMPLES, reference))
+    return result
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint_of):
+    (recording,) = recordings("full", checkpoint_of())
+    return recording
+
+
+def test_local_engine_draws_the_given_tokens(checkpoint_of, reference):
+    recording, isolated = recordings("local", checkpoint_of(), reference)
+    comparison = compare(reference, recording, isolated, SAMPLES)
+    responses = sum(map(len, SAMPLES.tokens)) - sum(SAMPLES.prompt_lengths)
+    assert comparison.log_probs.tokens == responses
+    assert comparison.log_probs.mean < 1e-5
+    assert len(comparison.operations) == 3 + 2 * 17
+    assert max(row.difference.relative for row in comparison.operations) < 1e-5
+
+
+FAMILIES = {
+    "qwen2": 3 + 2 * 15,
+    "qwen3": 3 + 2 * 17,
+    "qwen2_moe": 3 + 2 * 13,
+    "qwen3_moe": 3 + 2 * 15,
+    "glm4_moe": 3 + 15 + 14,
+}
+"""Number of operations that both models show: qwen3 has norms of queries and keys, MoE layers have
+a router instead of the four operations of an MLP, and GLM's have a shared expert."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_engine_has_the_operations_of_transformers(checkpoint_of, family):
+    checkpoint = checkpoint_of(family)
+    (expected,) = recordings("full", checkpoint)
+    recording, isolated = recordings("training", checkpoint, expected)
+    comparison = compare(expected, recording, isolated, SAMPLES)
+    assert comparison.log_probs.mean < 1e-5
+    assert max(row.difference.relative for row in comparison.operations) < 1e-5
+    assert max(row.own.relative for row in comparison.operations) < 1e-6
+    assert len(comparison.operations) == FAMILIES[family]
+
+
+def test_changed_weight_of_the_training_engine_is_named(checkpoint_of, reference):
+    def change(tensors):
+        tensors["model.layers.1.self_attn.k_proj.weight"] *= 1.01
+
+    changed = checkpoint_of(name="changed", change=change)
+    recording, isolated = recordings("training", changed, reference)
+    comparison = compare(reference, recording, isolated, SAMPLES)
+    named = comparison.larger or comparison.first
+    assert str(named.place) == "key projection of layer 1"
+
+
+def test_server_reveals_log_probs_only(checkpoint_of, capsys):
+    with fake_servers(1) as (server,):
+        words = ["parity", checkpoint_of(), *SHORT, "--other", "sglang", "--url", server.url]
+        assert main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["operations"] == []
+    assert "one side reveals no hidden states" in result["sentence"]
+    assert result["log_probs"]["tokens"] == (2 + 4) + (4 + 4) - 2
+
+
+def test_log_probs_of_a_server_are_compared_with_another_server(checkpoint_of):
+    with fake_servers(1) as (server,):
+        side = Side(execution="sglang", checkpoint=checkpoint_of(), url=server.url)
+        with EXECUTIONS["sglang"].open(side) as record:
+            recording = record(SAMPLES)
+    expected = [log_prob(token, 0) for tokens in SAMPLES.tokens for token in tokens[1:]]
+    assert torch.equal(recording.log_probs_T[SAMPLES.predicted], torch.tensor(expected))
+
+
+REFUSALS = {
+    "server that is down": (
+        ["--other", "sglang", "--url", "http://127.0.0.1:9"],
+        "Start a SGLang server of this checkpoint, or correct --url.",
+    ),
+    "server without address": (["--other", "vllm"], "the execution vllm needs --url"),
+    "address without server": (["--url", "http://127.0.0.1:9"], "add --other sglang or"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSALS.values(), ids=[*REFUSALS])
+def test_server_that_cannot_be_asked_is_refused(checkpoint_of, capsys, words, message):
+    checkpoint = checkpoint_of()
+    capsys.readouterr()
+    assert main(["parity", checkpoint, *SHORT, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_report_has_the_sentence(checkpoint_of, tmp_path, capsys):
+    out = tmp_path / "parity.html"
+    words = ["parity", checkpoint_of(), *SHORT, "--other", "full", "--other-precision", "bf16"]
+    assert main([*words, "--out", str(out)]) == 0
+    page = html.unescape(out.read_text())
+    assert json.loads(capsys.readouterr().out)["sentence"] in page
+    assert page.count("Plotly.newPlot(") == 3
