@@ -286,6 +286,16 @@ def test_a_dead_server_takes_no_weights(after_death):
     assert run.sync.pushes[-1] == ([run.servers[0].url], 2)
 
 
+def test_a_server_that_returns_with_an_old_version_is_not_used(after_death, caplog):
+    run, victim = after_death
+    victim.info["version"] = "0.5.22"
+    victim.come_back()
+    wait_until(lambda: "is not used: it runs SGLang 0.5.22; update it" in caplog.text)
+    num_requests = len(victim.requests)
+    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=1), PROMPTS)
+    assert len(victim.requests) == num_requests
+
+
 def test_a_returning_server_serves_with_the_current_weights(after_death):
     run, victim = after_death
     run.update(2)

@@ -113,6 +113,7 @@ class HealthMonitor:
         self.deaths = 0
         self.returns = 0
         self._misses_experts = False
+        self._is_watching = False
         self.not_updating = asyncio.Event()
         """Cleared during weight updates."""
         self.not_updating.set()
@@ -142,6 +143,7 @@ class HealthMonitor:
         for state in states:
             self._tasks.start(self._watch(state))
         self._tasks.start(self._watch_for_loss())
+        self._is_watching = True
 
     async def close(self) -> None:
         """Stops watching."""
@@ -358,6 +360,8 @@ class HealthMonitor:
             if not state.seen:  # later, the reason of its death says more
                 state.reason = str(error)
             return
+        if self._has_problem(state):
+            return
         # During an update the current version is undefined; another task may also have found the
         # server.
         if not self.not_updating.is_set() or state.state != "down":
@@ -371,6 +375,17 @@ class HealthMonitor:
             self._revive(state)
         else:
             self._await_weights(state)
+
+    def _has_problem(self, state: ServerState) -> bool:
+        """Whether a server that came back must not be used, for example with other log-probs."""
+        problem = state.info.problem
+        # At the start, the caller refuses the run.
+        if problem is None or not self._is_watching:
+            return False
+        if state.reason != problem:
+            self._warn("is not used: it %s", state, problem)
+            state.reason = problem
+        return True
 
     async def _find_unexpected_weights(self) -> None:
         """Marks servers of a router whose weights differ from the ones they were given."""
