@@ -75,7 +75,7 @@ class GatewayRun:
 def gateway_run(request: pytest.FixtureRequest, checkpoint: Path, directory: Path) -> GatewayRun:
     log = directory / f"gateway_{request.param}.log"
     with fake_servers(2) as servers, running_gateway(request.param, servers, log) as port:
-        router = {"url": None, "router_ip": "127.0.0.1", "router_port": port}
+        router = {"sglang_url": None, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port}
         run = Run(servers, checkpoint, **router)
         try:
             run.update(2)
