@@ -25,6 +25,7 @@ from slime_tis.analysis.diagnosis.rescore import (
     Rescored,
     Scorer,
     check_memory,
+    fit_error,
     load_model,
     rescore,
 )
@@ -33,6 +34,8 @@ from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.progress import Progress
 
+SAME_FIT = 3.0
+"""Checkpoints fit equally well if their errors differ by at most this factor."""
 MIN_SAMPLES = 8
 """Smallest number of samples for a search."""
 MIN_HELD_OUT = 8
@@ -154,6 +157,10 @@ def prove(
             loaded[path] = read_adapter(path, own)
         else:
             loaded[path] = load_model(path, device)
+    reference = _reference(table, {hf_checkpoint: model, **loaded})
+    if reference != hf_checkpoint:
+        loaded[hf_checkpoint] = model
+        model = loaded.pop(reference)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             hf_checkpoint, local_files_only=True, trust_remote_code=False
@@ -164,6 +171,25 @@ def prove(
     return explain_disagreement(
         model, table, others=loaded, tokenizer=tokenizer, with_progress=with_progress
     )
+
+
+def _reference(table: TokenTable, models: Mapping[str, Any]) -> str:
+    """Returns the path of the model with which samples are scored again.
+
+    A checkpoint fits the step that was sampled with it. If updates go wrong, both engines still
+    agree in the first step, so a model that fits a later step with more mismatch is better.
+    """
+    first = next(iter(models))
+    scored: dict[str, Rescored] = {}
+    for path, model in models.items():
+        is_model = isinstance(model, torch.nn.Module)
+        if path == first or (
+            is_model and model.config.vocab_size == models[first].config.vocab_size
+        ):
+            scored[path] = rescore(table, HfScorer(model))
+    allowed = max(SAME_FIT * min(map(fit_error, scored.values())), NEGLIGIBLE_ERROR)
+    fitting = [path for path, rescored in scored.items() if fit_error(rescored) <= allowed]
+    return max(fitting, key=lambda path: max(scored[path].train_error, scored[path].rollout_error))
 
 
 def explain_disagreement(
@@ -207,11 +233,32 @@ def explain_disagreement(
         table.metadata.get("precision") or "",
         table.metadata.get("rollout_precision") or "",
     )
-    case = _Case(rescored, search, precisions)
+    case = _Case(rescored, search, precisions, _mismatch_elsewhere(table, rescored.step))
     if not with_progress or not search.fitted:
         return rescored, case.proof()
     with _progress(search):
         return rescored, case.proof()
+
+
+def _mismatch_elsewhere(table: TokenTable, fitted_step: int | None) -> str:
+    """Says which step has the largest mismatch, if it is not the step that fits the checkpoint."""
+    if table.step is None or fitted_step is None:
+        return ""
+    size = np.bincount(table.sample, np.abs(table.log_ratio), len(table))
+    count = np.bincount(table.sample, table.valid, len(table))
+    means = {}
+    for step in np.unique(table.step).tolist():
+        of_step = table.step == step
+        means[step] = size[of_step].sum() / max(count[of_step].sum(), 1)
+    largest = max(means, key=lambda step: means[step])
+    if largest == fitted_step or means[largest] < NEGLIGIBLE_ERROR:
+        return ""
+    return (
+        f"No cause is searched for: the checkpoint has the weights of step {fitted_step}, in which"
+        f" both engines agree. The mismatch is in other steps: mean abs(Δ) is {means[largest]:.2g}"
+        f" nats in step {largest}. Name the policy's weights of such a step (--save-hf, of a run"
+        " that ends before it) with --other-checkpoint."
+    )
 
 
 @contextmanager
@@ -243,6 +290,8 @@ class _Case:
     search: Search
     precisions: tuple[str, str] = ("", "")
     """Precisions of training and of the rollout engine that the dump names; empty if unknown."""
+    elsewhere: str = ""
+    """That other steps have a mismatch, in words; empty if they have none."""
 
     def proof(self) -> Proof:
         """Returns the answer; its sentence has the reason if a search is impossible or useless."""
@@ -260,7 +309,7 @@ class _Case:
         search = self.search
         rescored = self.rescored
         if not rescored.engine:
-            return "No cause is searched for: there is nothing to explain."
+            return self.elsewhere or "No cause is searched for: there is nothing to explain."
         if len(search.inputs) < MIN_SAMPLES or not search.before.sum():
             return "No cause is searched for: too few samples of the step fit."
         delta = torch.cat(search.delta).nan_to_num(0.0, MAX_SIZE, -MAX_SIZE)

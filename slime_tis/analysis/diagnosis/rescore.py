@@ -23,7 +23,10 @@ from slime_tis.hf_model import load_causal_lm
 from slime_tis.progress import Progress
 
 SAMPLES_PER_STEP = 6
-"""Number of samples of the first step, and of the last step, that are scored again."""
+"""Number of samples of a step that are scored again."""
+MAX_STEPS = 256
+"""Largest number of steps of which one sample is scored, to find the step that fits a checkpoint.
+"""
 MAX_TOKENS = 4096
 """Largest number of scored tokens of prompt and response; the end of a longer response is cut."""
 MIN_RESPONSE = 64
@@ -110,7 +113,7 @@ def rescore(table: TokenTable, scorer: Scorer, *, with_progress: bool = False) -
     """Scores a few samples again with the weights that sampled them.
 
     The initial checkpoint of a training run fits its first step, and an exported checkpoint fits
-    the last step.
+    the step that followed the export. One sample of each step finds that step.
 
     Args:
         table: The dump.
@@ -132,20 +135,26 @@ def rescore(table: TokenTable, scorer: Scorer, *, with_progress: bool = False) -
                 f" {quoted_path(scorer.model.name_or_path)} has {vocabulary}; give the model that"
                 " sampled."
             )
-    scored = []
-    steps = _chosen(table)
-    total = sum(len(chosen) for _, chosen in steps)
-    with Progress("comparing samples", total, shown=with_progress) as progress:
-        for step, chosen in steps:
-            rescored = _compare(table, scorer, step, chosen, progress)
-            if rescored is not None:
-                scored.append(rescored)
+    steps = _steps(table)
+    with Progress("comparing samples", None, shown=with_progress) as progress:
+        first_samples = _chosen(table, steps, samples=1)
+        fit = min(_compared(table, scorer, first_samples, progress), key=fit_error, default=None)
+        candidates = {*steps[:1], *steps[-1:]}
+        if fit is not None and fit.step is not None:
+            candidates.add(fit.step)
+        chosen = _chosen(table, sorted(candidates), samples=SAMPLES_PER_STEP)
+        scored = _compared(table, scorer, chosen, progress)
     if not scored:
         raise ValueError(
             "no sample of the dump has log-probs of both engines and a prompt of at most"
             f" {MAX_TOKENS - MIN_RESPONSE} tokens."
         )
-    return min(scored, key=lambda rescored: min(rescored.train_error, rescored.rollout_error))
+    return min(scored, key=fit_error)
+
+
+def fit_error(rescored: Rescored) -> float:
+    """The error of the engine that fits the reference better, in nats."""
+    return min(rescored.train_error, rescored.rollout_error)
 
 
 def load_model(directory: str, device: str = "cpu") -> Any:
@@ -232,8 +241,35 @@ def parameter_count(directory: str) -> int:
     return count
 
 
-def _chosen(table: TokenTable) -> list[tuple[int | None, list[int]]]:
-    """Returns the indices of the samples that are scored again, by step.
+def _steps(table: TokenTable) -> list[int]:
+    """The steps of a dump, at most MAX_STEPS of them; none if it does not name them."""
+    if table.step is None or not len(table):
+        return []
+    steps = np.unique(table.step)
+    if len(steps) > MAX_STEPS:
+        steps = steps[np.linspace(0, len(steps) - 1, MAX_STEPS).astype(int)]
+    return [int(step) for step in steps]
+
+
+def _compared(
+    table: TokenTable,
+    scorer: Scorer,
+    chosen: Sequence[tuple[int | None, list[int]]],
+    progress: Progress,
+) -> list[Rescored]:
+    """Returns the errors on the chosen samples of each step that has valid tokens."""
+    scored = []
+    for step, samples in chosen:
+        rescored = _compare(table, scorer, step, samples, progress)
+        if rescored is not None:
+            scored.append(rescored)
+    return scored
+
+
+def _chosen(
+    table: TokenTable, steps: Sequence[int], *, samples: int
+) -> list[tuple[int | None, list[int]]]:
+    """Returns the indices of the samples of some steps that are scored again, by step.
 
     They are those with the largest mismatch, from different prompts and servers as far as possible:
     a fault of a few samples must not be missed.
@@ -246,16 +282,18 @@ def _chosen(table: TokenTable) -> list[tuple[int | None, list[int]]]:
     count = np.bincount(table.sample, table.valid, len(table))
     mean = size / np.maximum(count, 1)
     if table.step is None:
-        return [(None, _largest(table, np.flatnonzero(fits), mean))]
+        return [(None, _largest(table, np.flatnonzero(fits), mean, samples))]
     chosen: list[tuple[int | None, list[int]]] = []
-    for step in sorted({int(table.step.min()), int(table.step.max())}):
-        samples = np.flatnonzero(fits & (table.step == step))
-        chosen.append((step, _largest(table, samples, mean)))
+    for step in steps:
+        of_step = np.flatnonzero(fits & (table.step == step))
+        chosen.append((step, _largest(table, of_step, mean, samples)))
     return chosen
 
 
-def _largest(table: TokenTable, samples: NDArray[np.int64], mean: NDArray[np.float64]) -> list[int]:
-    """Returns SAMPLES_PER_STEP samples with the largest mean abs(Δ), of different origins first."""
+def _largest(
+    table: TokenTable, samples: NDArray[np.int64], mean: NDArray[np.float64], count: int
+) -> list[int]:
+    """Returns `count` samples with the largest mean abs(Δ), of different origins first."""
     assert table.prompt is not None
     seen: set[tuple[bytes, int]] = set()
     first: list[int] = []
@@ -270,7 +308,7 @@ def _largest(table: TokenTable, samples: NDArray[np.int64], mean: NDArray[np.flo
         else:
             seen.add(origin)
             first.append(i)
-    return [*first, *others][:SAMPLES_PER_STEP]
+    return [*first, *others][:count]
 
 
 @torch.inference_mode()

@@ -266,7 +266,7 @@ def parse_top(body: bytes, count: int, vocab_size: int | None = None) -> dict[in
         if entry.log_prob is not None and entry.log_prob > SENTINEL:
             entries.append((min(entry.log_prob, 0.0), entry.token))
     check_vocabulary("top_logprobs", [token for _, token in entries], vocab_size)
-    # The sampled token comes first, also if it is not one of the likeliest.
+    # The sampled token is there, too, also if it is not one of the likeliest.
     entries.sort(reverse=True)
     return {token: log_prob for log_prob, token in entries[:count]}
 

@@ -114,7 +114,8 @@ class VllmApi:
     ) -> Call[dict[int, float]]:
         """See ServerApi."""
         body = generate_body(one_token(token_ids, sampling.temperature))
-        body["sampling_params"]["logprobs"] = count
+        # vLLM puts the sampled token first, and leaves out the last one for it.
+        body["sampling_params"]["logprobs"] = count + 1
         return Call(
             endpoint=GENERATE,
             body=body,
