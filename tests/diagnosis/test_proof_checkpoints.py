@@ -365,3 +365,30 @@ def test_the_demo_finds_its_fault_in_an_empty_directory(
 def test_diagnose_without_a_file_is_refused(options: list[str], capsys: Any) -> None:
     assert main(["diagnose", *options]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def run_with_stale_cache(start: Path, earlier: Path) -> TokenTable:
+    """Two steps: engines agree in the first one, and the second one reads an old cache."""
+    before = loaded(earlier)
+    first = dump(before, engine(earlier, {}))
+    second = dump(loaded(start), stale_prompt(before), seed=1)
+    table = TokenTable.concatenate([first, second])
+    steps = np.repeat(np.array([0, 1], dtype=np.int32), SAMPLES)
+    return replace(table, step=steps)
+
+
+def test_a_checkpoint_of_a_good_step_names_the_bad_one(
+    run_with_stale_cache: TokenTable, earlier: Path
+) -> None:
+    _, proof = prove(run_with_stale_cache, str(earlier))
+    assert "the checkpoint has the weights of step 0" in proof.sentence
+    assert "nats in step 1" in proof.sentence
+
+
+def test_the_checkpoint_of_the_bad_step_is_the_reference(
+    run_with_stale_cache: TokenTable, start: Path, earlier: Path
+) -> None:
+    rescored, proof = prove(run_with_stale_cache, str(earlier), [str(start)])
+    assert rescored.step == 1
+    assert proof.causes == ("stale_cache",), proof.sentence
