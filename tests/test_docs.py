@@ -494,10 +494,12 @@ OTHER_PROGRAMS = """
 --moe-runner-backend --log-ratio-scale --dtype --compare --json --out --seeds --without-checkpoint
 --experts --prompts --steps --every --held-out --plant-at --engines --device --stages --model
 --other-checkpoint --fail-on --demo --only --sample --world-size --gpu-memory --bandwidth
---master-port --master-addr --node-rank --version --async_generate --python
+--master-port --master-addr --node-rank --version --async_generate --python --enable-scale-out
+--logprobs-mode --worker-extension-cls --enable-prompt-tokens-details --no-enable-chunked-prefill
+--return-sampling-mask
 """
-"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, ms-swift, pytest, examples/, benchmarks/,
-tools/, other `slime-tis …`."""
+"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, vLLM, ms-swift, pytest, examples/,
+benchmarks/, tools/, other `slime-tis …`."""
 
 
 WRITTEN = ("flags.md", "slime_flags.md")
@@ -524,7 +526,7 @@ def test_every_flag_exists(page):
     known |= {f"--no-{name[2:]}" for name in known}
     found = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()))
     assert {
-        name for name in found - known if not name.startswith("--sglang-")
+        name for name in found - known if not name.startswith(("--sglang-", "--vllm-"))
     } == set()  # those go to the servers
 
 
