@@ -47,6 +47,7 @@ def counts(tokens: np.ndarray) -> np.ndarray:
 
 SAMPLERS: dict[str, Sampler] = {
     "top-p": top_p,
+    "raw log-probs": lambda logits, tokens: top_p(logits / 0.7, tokens),
     "presence penalty": lambda logits, tokens: logits - 0.4 * (counts(tokens) > 0),
     "frequency penalty": lambda logits, tokens: logits - 0.3 * counts(tokens),
     "repetition penalty": lambda x, tokens: np.where(
@@ -100,6 +101,7 @@ class Softmax:
         self.train = self.of(full)
         self.rollout = self.of(sampled)
         self.entropy = -(np.exp(full) * full).sum(-1)
+        self.sampled_entropy = -(np.exp(sampled) * np.maximum(sampled, -1e3)).sum(-1)
 
     def of(self, log_probs: np.ndarray) -> np.ndarray:
         """Log-probs [S, T] of the sampled tokens."""
@@ -135,6 +137,14 @@ def retokenized(model: Softmax) -> TokenTable:
 
 def unstable(model: Softmax) -> TokenTable:
     return model.table(model.rollout, prompt=model.samples[:, None] // 2)
+
+
+def raw_log_probs(model: Softmax) -> TokenTable:
+    """Training applies the sampler's settings, and the engine reports log-probs without them."""
+    reported = model.train
+    model.train = model.rollout
+    model.entropy = model.sampled_entropy
+    return model.table(reported)
 
 
 def stale(model: Softmax) -> TokenTable:
@@ -189,6 +199,7 @@ FAULTS: dict[str, Callable[[Softmax], TokenTable]] = {
     "shift": lambda model: model.table(np.roll(model.rollout, 1, axis=1)),
     "retokenized": retokenized,
     "reported temperature": lambda model: model.table(model.at_temperature(0.8)),
+    "raw log-probs": raw_log_probs,
     "draft": lambda model: model.table(model.noisy(1.0)),
     "unstable": unstable,
     "stale": stale,
@@ -224,6 +235,7 @@ PLANTED = {
     "temperature": "temperature",
     "reported temperature": "temperature",
     "top-p": "truncated_sampling",
+    "raw log-probs": "truncated_sampling",
     "presence penalty": "penalty",
     "frequency penalty": "penalty",
     "repetition penalty": "penalty",
@@ -467,6 +479,14 @@ def test_tokens_of_unknown_servers_are_no_server(servers: int) -> None:
     worker = np.where(is_warm, -1, model.samples[:, None] % servers)
     rollout = np.where(is_warm, model.at_temperature(0.9), model.noisy(0.002))
     assert diagnose(model.table(rollout, rollout_worker=worker)).cause != "worker"
+
+
+def test_a_much_lower_temperature_in_training_is_no_truncation() -> None:
+    model = Softmax()
+    reported = model.train
+    model.train = model.at_temperature(0.3)
+    causes = [finding.cause for finding in diagnose(model.table(reported)).findings]
+    assert "truncated_sampling" not in causes
 
 
 def test_an_added_constant_is_another_unit() -> None:

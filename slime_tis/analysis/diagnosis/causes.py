@@ -45,7 +45,8 @@ CAUSES: dict[str, Cause] = {
         title="top-p or top-k truncation",
         fix=(
             "Sample with top-p 1 and without top-k, or record the allowed token sets and train "
-            "over them."
+            "over them. vLLM reports log-probs after truncation only with "
+            "--logprobs-mode processed_logprobs."
         ),
     ),
     "stale_weights": Cause(

@@ -13,6 +13,7 @@ from slime_tis.analysis.diagnosis.engine_rules import (
 )
 from slime_tis.analysis.diagnosis.sampler_rules import (
     argmax_log_probs,
+    log_probs_before_truncation,
     logit_bias,
     penalty,
     sharper_sampling,
@@ -35,6 +36,7 @@ RULES_ON_AFFECTED = (
     decoding,
     temperature,
     truncated_sampling,
+    log_probs_before_truncation,
     position,
     moe_routing,
     rounding,

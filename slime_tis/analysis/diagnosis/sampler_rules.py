@@ -97,6 +97,40 @@ def _renormalized(tokens: Tokens, lowest: float) -> float:
     return 0.7 + 0.3 * ramp(lowest, *DEEP_MASS) * ramp(at_peaks, *AGREEING_PEAKS)
 
 
+MIN_ALONE_RATIO = 0.1
+"""Smallest number of tokens that only training reports as certain, as a multiple of those that both
+engines report as certain."""
+
+
+def log_probs_before_truncation(tokens: Tokens) -> Finding | None:
+    """Training applies the sampler's top-p or top-k; the reported log-probs were taken before it.
+
+    Where truncation keeps one token, training's log-prob is exactly 0 and the reported one is not.
+    A much lower temperature of training makes such zeros, too, so `temperature` has precedence.
+    """
+    low, high = TRUNCATED_PEAK
+    is_certain = np.abs(tokens.train) <= KEPT_ALONE
+    alone = (tokens.rollout > low) & (tokens.rollout < high) & is_certain
+    others = float(tokens.size[~is_certain].sum() / tokens.size.sum())
+    if alone.sum() < MIN_KEPT_ALONE or others < MIN_OF_OTHERS:
+        return None
+    # An engine that truncates as well reports 0 for nearly all of these tokens.
+    both = is_certain & (np.abs(tokens.rollout) <= KEPT_ALONE)
+    if alone.sum() < MIN_ALONE_RATIO * both.sum():
+        return None
+    if temperature(tokens).confidence > 0:
+        return None
+    evidence = (
+        (
+            f"{alone.sum()} tokens have the log-prob 0 in training, as if top-p or top-k kept only"
+            f" them, and {tokens.rollout[alone].mean():.2g} on average in the rollout engine"
+        ),
+        "the reported log-probs were taken before truncation, and maybe before the temperature",
+    )
+    detail = "training applies it, the reported log-probs do not"
+    return Finding("truncated_sampling", evidence, confidence=0.92, detail=detail)
+
+
 LIKELY = float(np.log(0.55))
 """Log-prob from which on a token is certainly the likeliest one; 0.5 plus noise."""
 UNLIKELY = float(np.log(0.2))
