@@ -1,5 +1,7 @@
 """The comparison of both engines before the first step, and after the first weight update."""
 
+import re
+import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -7,7 +9,8 @@ from io import StringIO
 import pytest
 import torch
 
-from slime_tis.main import train
+from slime_tis.main import _parser, train
+from slime_tis.parity.parity_command import sides
 from slime_tis.trainer import check_engines, setup
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
@@ -106,6 +109,23 @@ def test_another_temperature_can_stop_the_run(task, tmp_path, precision, monkeyp
     assert "samples at 1.5 times" in capsys.readouterr().err
     assert not (stopped / "metrics.jsonl").exists()
     assert (stopped / "engine_check.pt").exists()
+
+
+PARITY = {
+    "fp32": "--precision fp32 --reference training --other local",
+    "bf16": "--precision fp32 --reference training --other local --other-precision bf16",
+    "int8": "--precision fp32 --reference full --other training",
+}
+
+
+@pytest.mark.parametrize("precision", PARITY)
+def test_message_has_a_command_that_compares_operations(run, precision, monkeypatch, capsys):
+    plant(monkeypatch, hotter)
+    run("--num-rollout", "1", "--rollout-precision", precision)
+    (command,) = re.findall("`slime-tis parity (.*?)`", capsys.readouterr().err)
+    assert command.endswith(PARITY[precision])
+    chosen = _parser().parse_args(["parity", *shlex.split(command)])
+    assert sides(chosen)[0].checkpoint.endswith("model")
 
 
 LOGITS = {

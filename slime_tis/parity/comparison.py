@@ -1,6 +1,6 @@
 """Compares two recordings: the first operation that differs, and whether by itself.
 
-Shapes: suffix _T the packed tokens of all samples, _K the compared tokens, _F features, V the
+Shapes: suffix _T the packed tokens of all samples, _K the compared tokens, F features, V the
 vocabulary.
 """
 
@@ -17,6 +17,9 @@ KL_ROWS = 16
 """Tokens whose complete distributions are compared at once, which bounds the memory."""
 LARGER = 16.0
 """Ratio from which a later operation's own error is named in addition to the first one."""
+ROUNDING = 8.0
+"""Steps of the coarser data type at 1 that rounding explains, in proportion to the largest
+value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +130,8 @@ class Comparison:
         largest = self.largest_own
         if first is None or largest is None or largest.place == first.place:
             return None
-        if _size(largest) <= LARGER * first.difference.relative:
+        steps = [torch.finfo(getattr(torch, dtype)).eps for dtype in largest.dtypes]
+        if _size(largest) <= max(LARGER * first.difference.relative, ROUNDING * max(steps)):
             return None
         return largest
 
@@ -210,16 +214,16 @@ def _place_difference(a: Recording, b: Recording, place: Place) -> Difference | 
     return difference(first.values_TF[tokens_K], second.values_TF[tokens_K], tokens_K)
 
 
-def difference(a_KF: Tensor, b_KF: Tensor, tokens_K: Tensor) -> Difference:
-    """Compares two tensors of the same shape, of any data types.
+def difference(a_TF: Tensor, b_TF: Tensor, tokens_K: Tensor) -> Difference:
+    """Compares the rows of two tensors of the same shape, of any data types.
 
     Args:
-        a_KF: The reference.
-        b_KF: The other tensor.
+        a_TF: The reference.
+        b_TF: The other tensor.
         tokens_K: The packed tokens of the rows.
     """
-    a = a_KF.float()
-    b = b_KF.float()
+    a = a_TF.float()
+    b = b_TF.float()
     differs = (a != b) | a.isnan() | b.isnan()
     is_nan = (a.isnan() | b.isnan()) & differs
     largest = 0.0

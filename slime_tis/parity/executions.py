@@ -32,6 +32,8 @@ class Side:
     """Tokens of a pass of `chunks`."""
     url: str = ""
     """Address of a server."""
+    true_on_policy: bool = False
+    """Whether an engine has the operations of --true-on-policy."""
 
 
 class Record(Protocol):
@@ -51,6 +53,8 @@ class Execution:
     extra: str = "analysis"
     """The extra of the package that the execution needs."""
     is_server: bool = False
+    is_engine: bool = False
+    """Whether it is an engine of `train.py` in this process, which --true-on-policy changes."""
 
     def open(self, side: Side) -> AbstractContextManager[Record]:
         """Loads the side's model, or connects to its server."""
@@ -75,11 +79,13 @@ EXECUTIONS = {
         title="the local rollout engine, continuous batching",
         opened="slime_tis.parity.local_execution:opened",
         extra="train",
+        is_engine=True,
     ),
     "training": Execution(
         title="the training engine, all samples packed",
         opened="slime_tis.parity.training_execution:opened",
         extra="train",
+        is_engine=True,
     ),
     "sglang": Execution(
         title="the SGLang server at --url, log-probs of a prefill",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,9 @@ def opened(side: Side) -> Iterator[Record]:
     """Loads the engine's model; yields its execution."""
     model = load_model(side.checkpoint, DTYPES[side.precision]).to(side.device)
     check_config(model.config)
+    vocabulary_part = None
+    if side.true_on_policy:
+        vocabulary_part = _use_shared_kernels(model, side)
     tokenizer = load_tokenizer(side.checkpoint)
 
     def record(samples: Samples, substitutes: Recording | None = None) -> Recording:
@@ -85,6 +89,7 @@ def opened(side: Side) -> Iterator[Record]:
             weight_version=0,
             records_routing=False,
             check_interrupts=lambda: None,
+            vocabulary_part=vocabulary_part,
         )
         batching.samples = samples
         batching.recorder = recorder
@@ -107,6 +112,18 @@ def opened(side: Side) -> Iterator[Record]:
         )
 
     yield record
+
+
+def _use_shared_kernels(model: Any, side: Side) -> int | None:
+    """Installs the operations of --true-on-policy; returns `sample_tokens`'s vocabulary part."""
+    # Imported here, because only this option needs megatron-core.
+    from slime_tis.parity.shared_kernels import kernels_of
+    from slime_tis.trainer.engines.local.invariant_model import install
+
+    kernels = kernels_of(side)
+    assert kernels is not None
+    install(model, kernels)
+    return kernels.vocabulary_part
 
 
 def _requests(samples: Samples) -> list[tuple[Request, Tensor]]:

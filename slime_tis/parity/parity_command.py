@@ -74,7 +74,13 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
     other_checkpoint = checkpoint
     if chosen.other_checkpoint:
         other_checkpoint = local_directory(chosen.other_checkpoint, "--other-checkpoint")
-    _check_url(chosen.url, [chosen.reference, *names])
+    used = [chosen.reference, *names]
+    _check_url(chosen.url, used)
+    if chosen.true_on_policy and not any(EXECUTIONS[name].is_engine for name in used):
+        raise ValueError(
+            "--true-on-policy changes the executions local and training; add --reference local"
+            " --other training."
+        )
     reference = Side(
         execution=chosen.reference,
         checkpoint=checkpoint,
@@ -82,6 +88,7 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
         device=chosen.device,
         chunk_size=chosen.chunk_size,
         url=chosen.url,
+        true_on_policy=chosen.true_on_policy and EXECUTIONS[chosen.reference].is_engine,
     )
     others = []
     for name in dict.fromkeys(names):
@@ -90,6 +97,7 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
             execution=name,
             checkpoint=other_checkpoint,
             precision=chosen.other_precision or chosen.precision,
+            true_on_policy=chosen.true_on_policy and EXECUTIONS[name].is_engine,
         )
         if other == reference:
             raise ValueError(

@@ -35,6 +35,8 @@ def add_parity_options(add: Callable[..., object]) -> None:
     add("--seed", type=int, default=0, metavar="N", help=seed)
     chunk = "tokens of a pass of `chunks` (default %(default)s)"
     add("--chunk-size", type=int, default=16, metavar="N", help=chunk)
+    shared = "give `local` and `training` the operations of train.py --true-on-policy"
+    add("--true-on-policy", action="store_true", help=shared)
     url = "address of the server of `sglang` or `vllm`, such as http://127.0.0.1:30000"
     add("--url", default="", metavar="URL", help=url)
     device = "device of torch of transformers' executions, such as cuda:0 (default %(default)s)"

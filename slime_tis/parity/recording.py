@@ -134,24 +134,24 @@ class Recorder:
         rows = self.head_rows if place.operation == HEAD else self.rows
         if rows is None:
             return None
-        result_NF = result.detach().reshape(rows.shape[0] * rows.shape[1], -1)
+        result_rows = result.detach().reshape(rows.shape[0] * rows.shape[1], -1)
         values = self.places.get(place)
         if values is None:
             values = Values(
-                torch.zeros(self.total, result_NF.shape[1], dtype=result.dtype),
+                torch.zeros(self.total, result_rows.shape[1], dtype=result.dtype),
                 torch.zeros(self.total, dtype=torch.bool),
             )
             self.places[place] = values
-        values.values_TF[rows.token_N] = result_NF[rows.row_N].cpu()
+        values.values_TF[rows.token_N] = result_rows[rows.row_N].cpu()
         values.is_recorded_T[rows.token_N] = True
         substitute = self.substitutes.get(place)
-        if substitute is None or substitute.values_TF.shape[1] != result_NF.shape[1]:
+        if substitute is None or substitute.values_TF.shape[1] != result_rows.shape[1]:
             return None
         known_N = substitute.is_recorded_T[rows.token_N]
-        replaced_NF = result_NF.clone()
+        replaced_rows = result_rows.clone()
         tokens_N = rows.token_N[known_N]
-        replaced_NF[rows.row_N[known_N]] = substitute.values_TF[tokens_N].to(replaced_NF)
-        return replaced_NF.reshape(result.shape)
+        replaced_rows[rows.row_N[known_N]] = substitute.values_TF[tokens_N].to(replaced_rows)
+        return replaced_rows.reshape(result.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

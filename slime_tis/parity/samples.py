@@ -80,8 +80,8 @@ def read_prompts(path: str, count: int, tokenizer_of: Any, vocab_size: int) -> l
     """Reads the first prompts of a file.
 
     Args:
-        path: A file with a prompt per line: text, or JSON objects with `prompt` (text) or `tokens`
-            (ids) if its name ends with `.jsonl`.
+        path: A file with a prompt per line: text, or JSON objects with `prompt` (text or chat
+            messages) or `tokens` (ids) if its name ends with `.jsonl`.
         count: Number of prompts.
         tokenizer_of: Returns the tokenizer, which only texts need.
         vocab_size: Number of token ids of the model.
@@ -132,10 +132,27 @@ def _prompt(line: str, where: str, tokenizer_of: Any, vocab_size: int, is_json: 
         content = row[names[0]]
     if isinstance(content, str):
         ids = tokenizer_of()(content)["input_ids"]
+    elif isinstance(content, list) and content and isinstance(content[0], dict):
+        ids = _chat(content, where, tokenizer_of())
     else:
         ids = content
     check_tokens(ids, vocab_size, where)
     return list(ids)
+
+
+def _chat(messages: list[Any], where: str, tokenizer: Any) -> list[int]:
+    """Returns the token ids of messages in the model's chat template."""
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    # Templates raise errors of jinja2, and of Python for messages of another form.
+    except Exception as error:
+        raise ValueError(
+            f"{where} does not fit the chat template: {first_line(error)}; write messages with"
+            ' "role" and "content".'
+        ) from error
+    return ids
 
 
 def check_tokens(ids: Any, vocab_size: int, where: str) -> None:

@@ -23,8 +23,10 @@ from slime_tis.parity.recording import (
     replaced_attribute,
 )
 from slime_tis.parity.samples import Samples
+from slime_tis.parity.shared_kernels import kernels_of
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.invariant import operations
+from slime_tis.trainer.invariant.self_check import HEAD as TILES_OF_HEAD
 from slime_tis.trainer.megatron import layers
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
@@ -67,7 +69,9 @@ def opened(side: Side) -> Iterator[Record]:
     )
     parallel = initialize(config)
     try:
-        engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1)
+        engine = TrainingEngine(
+            config, parallel, temperature=1.0, total_steps=1, kernels=kernels_of(side)
+        )
 
         @torch.no_grad()
         def record(samples: Samples, substitutes: Recording | None = None) -> Recording:
@@ -116,8 +120,13 @@ def _record_logits(engine: TrainingEngine, recorder: Recorder) -> None:
     place = Place(FINAL_NORM)
     hidden = recorder.substitutes.get(place) or recorder.places[place]
     module = engine.model.module
-    hidden_TF = hidden.values_TF.to(module.output_weight())
-    logits, _bias = module.output_layer(hidden_TF[:, None], weight=module.output_weight())
+    weight = module.output_weight()
+    hidden_TF = hidden.values_TF.to(weight)
+    if engine.kernels is None:
+        logits, _bias = module.output_layer(hidden_TF[:, None], weight=weight)
+    else:
+        tiles = engine.kernels.tiles[TILES_OF_HEAD]
+        logits = operations.linear(hidden_TF, weight, None, tiles)[:, None]
     # Other columns pad the vocabulary.
     recorder.take(Place(HEAD), logits[:, 0, : engine.model.hf_config.vocab_size])
 

@@ -114,12 +114,12 @@ def _router_hook(number: int, recorder: Recorder) -> Callable[..., Any]:
             return None
         logits, weights, experts = output
         recorder.take(Place("router logits", number), logits)
-        weights_NE = torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device)
-        weights_NE.scatter_(1, experts, weights)
-        replaced_NE = recorder.take(Place("router", number), weights_NE)
-        if replaced_NE is None:
+        weights_TE = torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device)
+        weights_TE.scatter_(1, experts, weights)
+        replaced_TE = recorder.take(Place("router", number), weights_TE)
+        if replaced_TE is None:
             return None
-        chosen = replaced_NE.topk(experts.shape[1], dim=-1)
+        chosen = replaced_TE.topk(experts.shape[1], dim=-1)
         return logits, chosen.values.to(weights.dtype), chosen.indices
 
     return hook

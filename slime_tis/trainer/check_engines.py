@@ -10,6 +10,7 @@ For each prompt, the likeliest next tokens of both engines are compared too, at 
 answer (`analysis.diagnosis.top_tokens`). This needs no reference and shows settings of the sampler.
 """
 
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -67,6 +68,8 @@ MAX_LAYER_ERROR = 1e-3
 """Largest difference of hidden states relative to their norm, in fp32."""
 MAX_LOW_PRECISION_ERROR = 0.2
 """The same bound in lower precision."""
+PARITY_PRECISIONS = ("fp32", "bf16")
+"""Precisions of `slime-tis parity`."""
 HARMLESS = ("healthy", "rounding")
 """Findings that the precision of the engines explains."""
 ATTENTION = "model.layers.0.self_attn.q_proj.weight"
@@ -105,6 +108,8 @@ class EngineCheck:
     prompts: Sequence[Prompt]
     path: Path
     """Dump of the answers if the engines disagree."""
+    rollout_engine: str
+    """Value of --rollout-engine."""
     repeats: bool
     """Whether to compare again after the first weight update: only an engine with a prefix cache
     needs it."""
@@ -158,10 +163,36 @@ class EngineCheck:
             f"`slime-tis diagnose {self.path} --hf-checkpoint {checkpoint}` scores the answers"
             " again."
         )
+        parity = self._parity_command(precision)
+        if parity:
+            command += (
+                f" `{parity}` compares the engines on the checkpoint, operation by operation."
+            )
         message = (
             f"the engines disagree before the first step: {size}. {fault.sentence}{layer} {command}"
         )
         return self._alarm(message, stops=fault.is_certain)
+
+    def _parity_command(self, rollout_precision: str | None) -> str:
+        """Returns the command that compares both engines; empty if it does not know one of them."""
+        config = self.learner.engine.config
+        if config.precision not in PARITY_PRECISIONS:
+            return ""
+        words = ["slime-tis", "parity", config.hf_checkpoint, "--precision", config.precision]
+        if self.rollout_engine != "local":
+            # Behind a router, servers have no names.
+            if not self.sampler.workers:
+                return ""
+            words += ["--reference", "training", "--other", self.rollout_engine]
+            words += ["--url", self.sampler.workers[0]]
+        elif rollout_precision in PARITY_PRECISIONS:
+            words += ["--reference", "training", "--other", "local"]
+            if rollout_precision != config.precision:
+                words += ["--other-precision", rollout_precision]
+        else:
+            # The rounded weights of the engine exist only there.
+            words += ["--reference", "full", "--other", "training"]
+        return shlex.join(words)
 
     def after_update(self) -> list[str]:
         """Compares the engines again, once, and returns lines to print; a collective."""

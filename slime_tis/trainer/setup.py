@@ -475,6 +475,7 @@ def build_engine_check(
         sampler=weights.sampler,
         prompts=data.dataset.prompts,
         path=Path(arguments.reporting.output_dir) / "engine_check.pt",
+        rollout_engine=rollout.rollout_engine,
         repeats=rollout.rollout_engine != "local",
     )
 

@@ -45,6 +45,7 @@ def test_limit_on_log_probs_sets_the_status(checkpoint, capsys):
 PROMPT_FILES = {
     "texts": ("p.txt", "12>\n\n345>\n", 2),
     "objects": ("p.jsonl", '{"prompt": "12>"}\n{"tokens": [5, 6]}\n', 2),
+    "chat messages": ("p.jsonl", '{"prompt": [{"role": "user", "content": "12>"}]}\n', 1),
     "more lines than samples": ("p.txt", "1>\n2>\n3>\n", 2),
 }
 
@@ -74,6 +75,7 @@ WRONG_PROMPTS = {
     "negative token": ('{"tokens": [-1]}', "has the token -1"),
     "no JSON": ("{tokens}", "line 1 is not JSON"),
     "neither text nor tokens": ('{"text": "a"}', 'has neither "tokens" nor "prompt"'),
+    "messages without a role": ('{"prompt": [{"text": "a"}]}', "does not fit the chat template"),
     "no tokens": ('{"tokens": []}', "must have a text or a list of token ids"),
     "empty file": ("\n", "has no prompt"),
 }
@@ -91,6 +93,7 @@ WRONG_OPTIONS = {
     "no samples": (["--samples", "0"], "--samples is 0 but must be a number from 1"),
     "longer than the context": (["--tokens", "120"], "240 tokens, but the model has 128 positions"),
     "unknown device": (["--device", "tpu"], "--device is 'tpu' but must be cpu"),
+    "shared operations of other executions": (["--true-on-policy"], "add --reference local"),
     "chunks of no token": (["--other", "chunks", "--chunk-size", "0"], "--chunk-size is 0"),
 }
 

@@ -85,6 +85,16 @@ def test_training_engine_has_the_operations_of_transformers(checkpoint_of, famil
     assert len(comparison.operations) == FAMILIES[family]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_engines_with_shared_operations_are_equal_bit_by_bit(checkpoint_of, precision, capsys):
+    checkpoint = checkpoint_of()
+    words = ["--reference", "local", "--other", "training", "--precision", precision]
+    assert main(["parity", checkpoint, *SHORT, *words, "--true-on-policy"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["sentence"].startswith("local and training are equal bit by bit in " + precision)
+    assert len(result["operations"]) == 3 + 2 * 17
+
+
 def test_changed_weight_of_the_training_engine_is_named(checkpoint_of, reference):
     def change(tensors):
         tensors["model.layers.1.self_attn.k_proj.weight"] *= 1.01

@@ -1,0 +1,32 @@
+"""The operations that both engines share under --true-on-policy."""
+
+from functools import cache
+
+from slime_tis.hf_directory import moe_sizes
+from slime_tis.parity.executions import Side
+from slime_tis.parity.transformers_executions import DTYPES
+from slime_tis.trainer.invariant.self_check import Kernels, choose_kernels
+from slime_tis.trainer.megatron.architecture import invariant_shapes, read_hf_config
+
+
+def kernels_of(side: Side) -> Kernels | None:
+    """Returns the operations of a side; None without --true-on-policy.
+
+    Raises:
+        ValueError: The model is a mixture of experts, or an operation fails its test on this
+            machine.
+    """
+    if not side.true_on_policy:
+        return None
+    return _kernels(side.checkpoint, side.precision)
+
+
+@cache
+def _kernels(checkpoint: str, precision: str) -> Kernels:
+    """The choice depends on measured times, so both sides must share one."""
+    hf = read_hf_config(checkpoint)
+    if moe_sizes(hf) is not None:
+        raise ValueError(
+            "--true-on-policy does not work with a mixture of experts; remove the flag."
+        )
+    return choose_kernels(invariant_shapes(hf, 1), DTYPES[precision])

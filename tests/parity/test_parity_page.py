@@ -1,0 +1,45 @@
+"""docs/parity.md: its commands and its output are those of the program."""
+
+import re
+import shlex
+
+import pytest
+
+from slime_tis.main import _parser, main
+from slime_tis.parity.executions import EXECUTIONS
+from slime_tis.parity.parity_command import sides
+from tests.checkpoints import make_checkpoint
+from tests.runs import ROOT
+
+PAGE = (ROOT / "docs" / "parity.md").read_text()
+COMMANDS, OUTPUT = re.findall(r"^```\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+@pytest.mark.parametrize("line", COMMANDS.splitlines(), ids=range(len(COMMANDS.splitlines())))
+def test_command_of_the_page_is_accepted(line):
+    words = shlex.split(line, comments=True)[1:]
+    chosen = _parser().parse_args(words)
+    reference, others = sides(chosen)
+    assert reference.checkpoint == "CHECKPOINT" and others
+
+
+def test_page_has_a_row_for_each_execution():
+    rows = re.findall(r"^\| (`\w+`.*?) \|", PAGE, re.M)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == [*EXECUTIONS]
+
+
+def outline(output):
+    """The first word of each line of the tables and facts, without numbers."""
+    heads = []
+    for line in output.splitlines():
+        heads.append(re.split("  +", line)[0])
+    return heads
+
+
+def test_output_of_the_page_has_the_form_of_the_program(tmp_path, capsys):
+    checkpoint = make_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=3)
+    options = re.search(r"\(`(--precision .*?)`\)", PAGE)[1]
+    assert main(["parity", str(checkpoint), *shlex.split(options)]) == 0
+    printed = capsys.readouterr().out
+    assert outline(printed)[2:] == outline(OUTPUT)[2:]
+    assert printed.startswith("norm before attention of layer 0: full and training differ in bf16")
