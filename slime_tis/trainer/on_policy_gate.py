@@ -4,6 +4,7 @@ The comparison uses the forward pass of the optimizer step, and comes before the
 """
 
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from slime_tis.errors import RunStopped, quoted
 from slime_tis.policy.policy_loss import LossInputs
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.megatron.micro_batches import in_sample_order
 from slime_tis.trainer.megatron.parallel import Parallel
@@ -37,9 +39,15 @@ class OnPolicyGate:
     One object serves all steps of a run.
     """
 
-    def __init__(self, locate: Callable[[Sample], str] = lambda sample: "") -> None:
-        """`locate` returns a sentence about the first operation that differs; a collective."""
+    def __init__(
+        self, locate: Callable[[Sample], str] = lambda sample: "", *, advice: str = ""
+    ) -> None:
+        """`locate` returns a sentence about the first operation that differs; a collective.
+
+        `advice` is the last sentence of the message.
+        """
         self._locate = locate
+        self._advice = advice
         self._log_probs: list[Tensor] = []
 
     def watch(self, inputs: LossInputs) -> None:
@@ -73,7 +81,7 @@ class OnPolicyGate:
             f" {sample.response_ids[first.position]}) of sample {sample.index} in group"
             f" {sample.group_index}, response {quoted(sample.response, 40)}: rollout"
             f" {sampled:.9g}, training {first.log_prob:.9g}, Δ = {first.log_prob - sampled:.3g}"
-            f" nats. {self._locate(sample)}",
+            f" nats. {self._locate(sample)} {self._advice}".rstrip(),
             1,
         )
 
@@ -106,3 +114,13 @@ def _rollout_log_prob(sample: Sample, position: int) -> float:
     if sample.rollout_log_probs is None:
         return math.nan
     return sample.rollout_log_probs[position]
+
+
+def parity_advice(config: MegatronConfig) -> str:
+    """Returns a sentence with the command that compares both engines, operation by operation."""
+    words = ["slime-tis", "parity", config.hf_checkpoint, "--precision", config.precision]
+    words += ["--reference", "local", "--other", "training", "--true-on-policy"]
+    return (
+        f"`{shlex.join(words)}` compares both engines on the start checkpoint, operation by"
+        " operation."
+    )

@@ -53,7 +53,7 @@ from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.architecture import invariant_shapes, read_hf_config
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.on_policy_gate import OnPolicyGate
+from slime_tis.trainer.on_policy_gate import OnPolicyGate, parity_advice
 from slime_tis.trainer.rank_collectives import on_every_rank, on_rank_zero
 from slime_tis.trainer.reporting.reporters import Reporter, Reporters, Timer, open_reporters
 from slime_tis.trainer.reporting.run_directory import check_metrics
@@ -173,7 +173,10 @@ def set_up(
     sampler = build_sampler(process, data, weights, kernels)
     if kernels is not None:
         assert isinstance(sampler, LocalEngine)  # other engines are refused
-        learner.gate = OnPolicyGate(locate=partial(first_difference, learner, sampler))
+        learner.gate = OnPolicyGate(
+            locate=partial(first_difference, learner, sampler),
+            advice=parity_advice(arguments.megatron),
+        )
     learner.dump = open_dump(process, run_id, sampler)
     weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
     generate = build_generate_function(
