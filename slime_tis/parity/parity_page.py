@@ -59,7 +59,10 @@ def _section(comparison: Comparison, *, with_plotly: bool) -> str:
     ]
     for index, figure in enumerate(_figures(comparison)):
         script = with_plotly and index == 0
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=script))
+        part = figure.to_html(
+            full_html=False, include_plotlyjs=script, config={"displayModeBar": False}
+        )
+        parts.append(part)
     if comparison.operations:
         parts.append(_table(comparison.operations))
     parts.append("</section>")
@@ -133,7 +136,7 @@ def _log_probs(comparison: Comparison) -> go.Figure:
     points = go.Scatter(x=positions, y=sizes, mode="markers", marker={"color": COLORS[0]})
     figure = go.Figure(points)
     figure.update_xaxes(title="position in the sample, tokens")
-    figure.update_yaxes(title="abs(Δ), nats", type="log")
+    figure.update_yaxes(title="abs(Δ), nats", type="log", exponentformat="power")
     return _styled(figure, "Log-probs of tokens that differ", height=320)
 
 
