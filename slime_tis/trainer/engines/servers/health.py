@@ -344,6 +344,7 @@ class HealthMonitor:
         server = state.server
         version_name = None
         error = await server.health_error()
+        _raise_refusal(error)
         # An update that lost its connection, or whose run was killed, leaves the server paused.
         is_paused = isinstance(error, ServerPaused)
         if is_paused:
@@ -441,3 +442,9 @@ class HealthMonitor:
         return (
             f"no {self._title} server {text}: {down}. Start servers again, and resume with --load."
         )
+
+
+def _raise_refusal(error: RequestError | None) -> None:
+    """Raises a refusal, by a wrong key or a missing endpoint: waiting does not remove it."""
+    if isinstance(error, RequestRefused):
+        raise error
