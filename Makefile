@@ -25,7 +25,7 @@ GPU_FLAGS ?=
 VLLM_PYTHON ?= python3.11
 MERMAID := mermaid@11.9.0
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl train-trl-vllm study study-collapse study-agent study-smollm2 study-rounding study-alarms study-engines test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang test-vllm site test-site test-notebooks check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl train-trl-vllm study study-collapse study-agent study-smollm2 study-rounding study-alarms study-true-on-policy study-engines test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang test-vllm site test-site test-notebooks check format docs clean
 
 help:
 	@echo "Start here:"
@@ -136,6 +136,10 @@ $(SMOLLM2)/study_prompts/complete.json: | $(VENV)/.installed-gym
 study-alarms: .venv-alarms/.installed  ## Watch 34 small runs of TRL by our alarms and by martingale's; SEEDS="0 1 2" for all
 	PYTHONPATH=$$PWD OMP_NUM_THREADS=1 .venv-alarms/bin/python -m studies.live_alarms.run --seeds $(SEEDS) \
 		--results studies/live_alarms/results.csv
+
+study-true-on-policy: install $(EXAMPLE)/complete.json  ## Train in bf16 raw, with token TIS, and with --true-on-policy: 9 runs of about a minute, one at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.true_on_policy.run
+	$(BIN)/python -m studies.true_on_policy.report
 
 study-engines: $(VENV)/.installed-gym $(EXAMPLE)/complete.json data-smollm2 sglang-env vllm-env  ## Compare the log-probs of SGLang, vLLM, transformers and Megatron on the same tokens
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.engines.run
@@ -262,6 +266,7 @@ docs: install  ## Write the generated parts of docs/: flags, packages, plots and
 	$(BIN)/python -m studies.gradient_bias.gradient --draw
 	$(BIN)/python -m studies.live_alarms.count
 	$(BIN)/python -m studies.engines.run --draw
+	$(BIN)/python -m studies.true_on_policy.report
 
 test-notebooks: install .venv-adapters/.installed  ## Execute the notebooks; TRL's in the adapters' environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/notebooks --deselect tests/notebooks/test_trl_notebook.py
