@@ -144,7 +144,9 @@ class WithoutTensors:
     """A rollout engine into whose weights nobody can look."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self.weight_version, self.prompt_log_probs = engine.weight_version, engine.prompt_log_probs
+        self.weight_version = engine.weight_version
+        self.prompt_log_probs = engine.prompt_log_probs
+        self.cached_tokens = engine.cached_tokens
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Nothing."""
