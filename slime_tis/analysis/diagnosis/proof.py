@@ -157,7 +157,8 @@ def prove(
             loaded[path] = read_adapter(path, own)
         else:
             loaded[path] = load_model(path, device)
-    reference = _reference(table, {hf_checkpoint: model, **loaded})
+    models = {hf_checkpoint: model, **loaded}
+    reference = _reference(table, models, with_progress=with_progress)
     if reference != hf_checkpoint:
         loaded[hf_checkpoint] = model
         model = loaded.pop(reference)
@@ -173,20 +174,21 @@ def prove(
     )
 
 
-def _reference(table: TokenTable, models: Mapping[str, Any]) -> str:
+def _reference(table: TokenTable, models: Mapping[str, Any], *, with_progress: bool) -> str:
     """Returns the path of the model with which samples are scored again.
 
     A checkpoint fits the step that was sampled with it. If updates go wrong, both engines still
     agree in the first step, so a model that fits a later step with more mismatch is better.
     """
     first = next(iter(models))
+    if len(models) == 1:
+        return first
     scored: dict[str, Rescored] = {}
     for path, model in models.items():
+        # An adapter is only a part of a model, and another vocabulary is that of a draft model.
         is_model = isinstance(model, torch.nn.Module)
-        if path == first or (
-            is_model and model.config.vocab_size == models[first].config.vocab_size
-        ):
-            scored[path] = rescore(table, HfScorer(model))
+        if is_model and model.config.vocab_size == models[first].config.vocab_size:
+            scored[path] = rescore(table, HfScorer(model), with_progress=with_progress)
     allowed = max(SAME_FIT * min(map(fit_error, scored.values())), NEGLIGIBLE_ERROR)
     fitting = [path for path, rescored in scored.items() if fit_error(rescored) <= allowed]
     return max(fitting, key=lambda path: max(scored[path].train_error, scored[path].rollout_error))
