@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from slime_tis.correction.config import PRESETS, preset_values
 from slime_tis.errors import quoted
 from slime_tis.options import fields
 from slime_tis.options.fields import flag
-from slime_tis.options.flags import CORRECTION, Flag, flags_of, split_overrides
+from slime_tis.options.flags import CORRECTION, Flag, flags_of, split_overrides, with_replaced_flags
 from slime_tis.options.values import Given, Option, Source, nearest, read_given
 
 correction_option = partial(fields.option, group="rollout correction")
@@ -326,16 +326,20 @@ def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     options = dict(line.options)
     del options["custom_config_path"]  # a YAML file cannot name another one
     given = read_yaml(file, flags.overrides, options, line.aliases)
+    merged = dict(given)
     for name, entry in flags.given.items():
+        merged[name] = entry
         other = given.get(name)
-        if other is None or other.source != Source.COMMAND_LINE:
+        if other is None:
             continue
         # A Hydra override is on the command line, too, so neither has priority.
-        if other.value != entry.value:
+        if other.source == Source.COMMAND_LINE and other.value != entry.value:
             raise ValueError(
                 f"{entry.label} and {other.label} are one option; remove one of the two."
             )
-    return {**given, **flags.given}
+        if other.source == Source.YAML and entry.extends and not other.unset:
+            merged[name] = replace(entry, value=with_replaced_flags(other.value, entry.value))
+    return merged
 
 
 def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:

@@ -16,6 +16,9 @@ OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(BLOCKS)})(?:\.\w+)+)=(.*)", re.D
 Hydra writes + for a new key and ++ for a new or an old one.
 """
 
+SHORT_FLAG = re.compile("-[A-Za-z]")
+"""The beginning of a flag with one hyphen; a negative number is a value."""
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -53,6 +56,21 @@ def flags_of(words: Iterable[str]) -> list[Flag]:
             _, following = groups[-1]
             following.append(word)
     return [Flag(word, tuple(following)) for word, following in groups]
+
+
+def with_replaced_flags(words: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """Returns `words` without the flags that `others` has too, and then `others`."""
+    replaced = {one.name for one in flags_of(others)}
+    kept: list[str] = []
+    for one in flags_of(words):
+        # Such a word is another flag, such as -tp: both stay, and programs take the last value.
+        has_short_flag = any(SHORT_FLAG.match(word) for word in one.following)
+        if one.name in replaced and not has_short_flag:
+            continue
+        if one.word:  # the first item has none
+            kept.append(one.word)
+        kept += one.following
+    return (*kept, *others)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:

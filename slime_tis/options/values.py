@@ -51,6 +51,8 @@ class Given:
     source: Source
     unset: bool = False
     """Whether the source has `none`, which takes the default instead of other sources' values."""
+    extends: bool = False
+    """Whether the value, a list of flags, replaces only YAML's flags of the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)

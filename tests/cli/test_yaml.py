@@ -152,6 +152,47 @@ def test_a_preset_of_the_command_line_wins_over_yaml(base, tmp_path):
     assert correction.tis_level == "token" and not correction.use_rs
 
 
+# flags of the command line: the servers' flags, with a list in YAML
+SERVER_FLAGS = {
+    "none": ("", ("--config", "cpu.yaml", "--dtype", "bfloat16", "-tp", "2")),
+    "one more": (
+        "--{engine}-x 1",
+        ("--config", "cpu.yaml", "--dtype", "bfloat16", "-tp", "2", "--x", "1"),
+    ),
+    # SGLang and vLLM end at a second --config.
+    "an equal one": (
+        "--{engine}-config=gpu.yaml",
+        ("--dtype", "bfloat16", "-tp", "2", "--config=gpu.yaml"),
+    ),
+    "an equal one before a short one": (
+        "--{engine}-dtype float32",
+        ("--config", "cpu.yaml", "--dtype", "bfloat16", "-tp", "2", "--dtype", "float32"),
+    ),
+    "another list": ("--{engine}-server-args=--x", ("--x",)),
+    "another list with one more": (
+        "--{engine}-server-args=--x --{engine}-dtype float32",
+        ("--x", "--dtype", "float32"),
+    ),
+    "no list": ("--{engine}-server-args none", None),
+    "no list with one more": (
+        "--{engine}-dtype float32 --{engine}-server-args none",
+        ("--dtype", "float32"),
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize(("flags", "expected"), SERVER_FLAGS.values(), ids=SERVER_FLAGS)
+def test_server_flags_replace_equal_ones_of_yaml(base, tmp_path, engine, flags, expected):
+    (tmp_path / "run.yaml").write_text(
+        f"rollout_engine: {engine}\n{engine}_launch: 1\n"
+        f"{engine}_server_args: [--config, cpu.yaml, --dtype, bfloat16, -tp, 2]\n"
+    )
+    flags = flags.format(engine=engine)
+    got = configured(base + f"--custom-config-path run.yaml {flags}")
+    assert got.servers[engine].server_args == expected
+
+
 LISTS = ["--eval-prompt-data eval.jsonl", "--rollout-stop-token-ids 2 5"]
 
 

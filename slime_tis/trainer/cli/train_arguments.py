@@ -324,7 +324,16 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Flag
     flags = read_flags(COMMAND_LINE, known, overrides)
     for engine, args in server_args.items():
         name = f"{engine}_server_args"
-        flags.given[name] = Given(value=tuple(args), label=flag(name), source=Source.COMMAND_LINE)
+        listed = flags.given.get(name)
+        if listed is not None and not listed.unset:
+            args = [*listed.value, *args]
+        flags.given[name] = Given(
+            value=tuple(args),
+            label=flag(name),
+            source=Source.COMMAND_LINE,
+            # Only --ENGINE-server-args replaces all of YAML's list.
+            extends=listed is None,
+        )
     return flags, unknown
 
 

@@ -63,7 +63,7 @@ class ServerConfig:
     server_args: tuple[str, ...] | None = server_option(
         None, metavar="WORD", needs=("--{engine}-launch",)
     )
-    """Flags of launched servers; other flags --{engine}-NAME are passed to them as --NAME."""
+    """Flags of launched servers; flags --{engine}-NAME are added to them as --NAME."""
     python: str | None = server_option(None, metavar="PYTHON", needs=("--{engine}-launch",))
     """Python interpreter of the environment that has {engine}; unset: this program's."""
     base_port: Annotated[int, Limits(ge=1, le=65_535)] = server_option(
