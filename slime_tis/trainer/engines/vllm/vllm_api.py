@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from slime_tis.trainer.engines.servers.errors import (
     ServerPaused,
 )
 from slime_tis.trainer.engines.servers.gpus import assigned_gpus
-from slime_tis.trainer.engines.servers.update_group import TorchGroup
+from slime_tis.trainer.engines.servers.update_group import TorchGroup, new_group_name
 from slime_tis.trainer.engines.vllm import vllm_answers
 from slime_tis.trainer.engines.vllm.nccl_group import NcclGroup
 from slime_tis.trainer.engines.weight_rounding import Precision
@@ -271,7 +270,7 @@ class VllmApi:
         self, address: str, *, num_ranks: int, device: torch.device, timeout: float
     ) -> UpdateGroup:
         """See ServerApi: on a GPU vLLM's own NCCL group, else a gloo group with our transport."""
-        name = f"slime_tis_{secrets.token_hex(8)}"
+        name = new_group_name()
         if device.type == "cuda":
             return NcclGroup(address, name=name, num_ranks=num_ranks, device=device)
         return TorchGroup(address, name=name, num_ranks=num_ranks, device=device, timeout=timeout)
