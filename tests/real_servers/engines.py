@@ -1,14 +1,14 @@
 """A checkpoint on a server, and engines that sample from it."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_tis.trainer.configs.servers import server_config
-from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
@@ -81,3 +81,12 @@ def engine_with_weights(
         yield engine
     finally:
         engine.close()
+
+
+def decode_steps(engine: ServerEngine, prompts: Sequence[Prompt]) -> None:
+    """Returns when rollouts in flight on one server have decoded some steps.
+
+    Samples 16 tokens: the server decodes them in the batches of the rollouts, which are ahead in
+    its queue. If the rollouts have ended, it returns all the same.
+    """
+    engine.generate(prompts[:1], Sampling(max_response_len=16), seed=0)

@@ -5,7 +5,6 @@ tests.
 """
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -182,24 +181,3 @@ class RealServer:
             return httpx.get(f"{self.url}/health", timeout=30.0, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
-
-
-def wait_for_decoding(url: str, log: Path) -> None:
-    """Waits until a server has decoded for some steps."""
-    before = decoding_progress(url, log)
-    deadline = time.monotonic() + 60.0
-    while decoding_progress(url, log) <= before:
-        assert time.monotonic() < deadline, "the server decodes nothing"
-        time.sleep(0.02)
-
-
-def decoding_progress(url: str, log: Path) -> int:
-    """A number that grows while a server decodes: per 40 steps in SGLang, per 100 tokens in vLLM.
-
-    SGLang's log has a line for every 40 steps. vLLM counts tokens in its metrics.
-    """
-    if ENGINE.name == "sglang":
-        return log.read_text().count("Decode batch")
-    text = httpx.get(f"{url}/metrics", trust_env=False).text
-    counts = re.findall(r"^vllm:generation_tokens_total\{.*\} ([0-9.e+]+)$", text, re.MULTILINE)
-    return sum(int(float(count)) for count in counts) // 100

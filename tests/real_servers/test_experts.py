@@ -13,9 +13,9 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import weights_by_file_name
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from tests.checkpoints import make_checkpoint
-from tests.real_servers.engines import ServedModel
+from tests.real_servers.engines import ServedModel, decode_steps
 from tests.real_servers.references import BOUND, Reference, largest_difference
-from tests.real_servers.servers import ONLY_SGLANG, RealServer, wait_for_decoding
+from tests.real_servers.servers import ONLY_SGLANG, RealServer
 from tests.samples import flat, reloaded
 
 pytestmark = ONLY_SGLANG
@@ -150,7 +150,7 @@ def updated_rollout(moe: ServedModel, prompts: list[Prompt]) -> list[Sample]:
     with moe.engine(sampling=LONG) as engine:
         pending = engine.submit(prompts, LONG, seed=1)
         for version in (1, 2):
-            wait_for_decoding(moe.server.url, moe.server.log)
+            decode_steps(engine, prompts)
             engine.update_weights(moe.references()[version].named_tensors, version)
         return flat(pending.result())
 

@@ -13,9 +13,9 @@ import pytest
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
-from tests.real_servers.engines import ServedModel, engine_with_weights
+from tests.real_servers.engines import ServedModel, decode_steps, engine_with_weights
 from tests.real_servers.references import BOUND
-from tests.real_servers.servers import ENGINE, wait_for_decoding
+from tests.real_servers.servers import ENGINE
 from tests.runs import free_port
 from tests.samples import flat
 
@@ -101,13 +101,11 @@ def refusal_of_a_wrong_key(model: ServedModel, url: str, environment: pytest.Mon
 def rollout_with_killed_sampler(
     engine: ServerEngine,
     before: set[psutil.Process],
-    url: str,
-    log: Path,
     prompts: list[Prompt],
 ) -> list[Sample]:
     pending = engine.submit(prompts, LONG, seed=0)
     sampler = sampler_among(children() - before)
-    wait_for_decoding(url, log)
+    decode_steps(engine, prompts)
     sampler.kill()
     return flat(pending.result())
 
@@ -139,7 +137,7 @@ def launch(
                 launch.unauthorized[path] = answer.status_code
             launch.refusal = refusal_of_a_wrong_key(model, url, environment)
             engine.update_weights(model.reference.named_tensors, 3)
-            launch.samples = rollout_with_killed_sampler(engine, before, url, log, prompts)
+            launch.samples = rollout_with_killed_sampler(engine, before, prompts)
             launch.num_restarts = engine.metrics()[ENGINE.metric("restarts")]
             processes = children() - before
             launch.num_processes = len(processes)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, SamplingMask
-from tests.real_servers.engines import ServedModel
+from tests.real_servers.engines import ServedModel, decode_steps
 from tests.real_servers.references import BOUND, Reference
-from tests.real_servers.servers import ONLY_SGLANG, wait_for_decoding
+from tests.real_servers.servers import ONLY_SGLANG
 from tests.real_servers.training import server_flags
 from tests.runs import read_metrics, run_apart
 from tests.samples import flat
@@ -107,7 +107,7 @@ def interrupted_rollouts(model: ServedModel, prompts: list[Prompt]) -> dict[str,
     uneven = dataclasses.replace(sampling, stop_token_ids=tuple(range(3, 1024, 32)))
     with model.engine(sampling=sampling) as engine:
         pending = engine.submit(prompts, sampling, seed=0)
-        wait_for_decoding(model.server.url, model.server.log)
+        decode_steps(engine, prompts)
         engine.update_weights(model.other_reference.named_tensors, 1)
         updated = pending.result()
         partial = engine.submit(prompts, uneven, seed=0, num_groups=3).result()

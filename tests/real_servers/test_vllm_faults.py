@@ -14,10 +14,10 @@ import pytest
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.vllm.vllm_api import WORKER_DIRECTORY, num_tensors
-from tests.real_servers.engines import ServedModel, engine_with_weights
+from tests.real_servers.engines import ServedModel, decode_steps, engine_with_weights
 from tests.real_servers.proxy import Proxy, running_proxy
 from tests.real_servers.references import BOUND, Reference
-from tests.real_servers.servers import ENGINE, STARTUP, RealServer, wait_for_decoding
+from tests.real_servers.servers import ENGINE, STARTUP, RealServer
 from tests.real_servers.training import without_engine
 from tests.runs import Completed, make_task, run_apart
 from tests.samples import flat
@@ -245,7 +245,7 @@ def test_a_restart_with_the_first_weights_samples_nothing_old(
         changed.model.model.embed_tokens.weight.data.mul_(1.1)
         engine.update_weights(changed.named_tensors, 4)
         pending = engine.submit(short_prompts, Sampling(max_response_len=300, n_samples=4), seed=0)
-        wait_for_decoding(faulty_server.url, faulty_server.log)
+        decode_steps(engine, short_prompts)
         faulty_server.kill()
         faulty_server.restart()
         faulty_server.wait()

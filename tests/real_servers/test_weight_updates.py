@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from tests.real_servers.engines import ServedModel
+from tests.real_servers.engines import ServedModel, decode_steps
 from tests.real_servers.references import BOUND, Reference, largest_difference
-from tests.real_servers.servers import wait_for_decoding
 from tests.samples import flat
 
 TRANSPORTS = ["distributed", "disk"]
@@ -87,7 +86,7 @@ def updated_rollout(
     with model.engine(weight_sync=request.param) as engine:
         pending = engine.submit(prompts, LONG, seed=0)
         for version in (1, 2):
-            wait_for_decoding(model.server.url, model.server.log)
+            decode_steps(engine, prompts)
             engine.update_weights(model.references()[version].named_tensors, version)
         return flat(pending.result())
 
