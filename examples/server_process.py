@@ -1,4 +1,4 @@
-"""Runs a server as a process of its own, for examples and studies on one machine."""
+"""Runs a server in a separate process, for examples and studies on one machine."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ STARTUP = 900.0
 GRACE = 30.0
 """Seconds between SIGTERM and SIGKILL."""
 INTERVAL = 0.3
-"""Seconds between two questions whether a server is up."""
+"""Seconds between two health checks."""
 LOG_BYTES = 2000
 """Bytes at the end of a server's log that a message quotes."""
 
@@ -40,7 +40,7 @@ def running(
     Args:
         command: The program and its arguments.
         environment: All variables of the process.
-        port: On which the command makes it listen, on 127.0.0.1.
+        port: Port of 127.0.0.1 on which the command listens.
         log: File for its output.
         startup: Seconds until it must be healthy.
 
@@ -55,7 +55,7 @@ def running(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            start_new_session=True,  # a process group of its own, which is ended as a whole
+            start_new_session=True,  # a process group, with which `_stop` also ends its workers
         )
     url = f"http://{HOST}:{port}"
     try:
@@ -97,13 +97,15 @@ def _end(log: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process, and kills what is left of its group."""
-    # A process that has ended gives its id free, so its group is signalled before `wait`.
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-    # Workers of a server that was killed are in the same group.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Asks the server to end, then kills it and its workers."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+    finally:
+        # Also after a second Ctrl-C during the wait. Workers of a server that has ended are still
+        # in its group, and the group's id is not given to another process before they end.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,6 +1,7 @@
 """The server process of examples and studies: it is waited for, quoted and always ended."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from examples.server_process import free_port, running
+from tests.runs import ROOT
 
 SERVER = """
 import http.server, os, subprocess, sys
@@ -21,6 +23,25 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 """A server with a worker, whose process id it answers."""
+STUBBORN = (
+    "import os, signal\n"
+    "signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))"
+    f"{SERVER}"
+)
+"""A server that does not end at SIGTERM; its parent gets Ctrl-C at this moment."""
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+import httpx
+from examples.server_process import free_port, running
+signal.signal(signal.SIGINT, signal.default_int_handler)
+port = free_port()
+command = [sys.executable, "-c", sys.argv[1], str(port)]
+with running(command, os.environ, port=port, log=Path(sys.argv[2])) as url:
+    print(httpx.get(url).text, flush=True)
+    raise KeyboardInterrupt
+"""
+"""A program that prints the worker's process id, and is interrupted twice."""
 
 
 def command(port: int, code: str = SERVER) -> list[str]:
@@ -44,6 +65,22 @@ def test_server_workers_end_with_the_block(error: type[BaseException], tmp_path:
         raise error
     ended, _ = psutil.wait_procs([worker], timeout=60)
     assert ended == [worker]
+
+
+def test_server_workers_end_after_a_second_interrupt(tmp_path: Path) -> None:
+    program = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, STUBBORN, str(tmp_path / "log")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert program.stderr.endswith("KeyboardInterrupt\n")
+    worker = int(program.stdout)
+    if psutil.pid_exists(worker):
+        ended, _ = psutil.wait_procs([psutil.Process(worker)], timeout=60)
+        assert ended
 
 
 def test_a_server_that_ends_is_quoted(tmp_path: Path) -> None:
