@@ -69,7 +69,9 @@ class Progress:
         self._last_line = self._start
         self._bar: tqdm[Any] | None = None
         self._outer: Progress | None = None
-        in_terminal = sys.stderr.isatty()
+        # A program without a console has no stderr: the display must not end its work.
+        shown = shown and sys.stderr is not None
+        in_terminal = shown and sys.stderr.isatty()
         self._draws = shown and in_terminal
         self._prints = shown and with_lines and not in_terminal
         self._show()

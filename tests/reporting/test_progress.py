@@ -142,6 +142,14 @@ def test_the_remaining_time_is_unknown(done, total):
     assert "left" not in str(work)
 
 
+@pytest.mark.parametrize("shown", [True, False], ids=["shown", "hidden"])
+def test_work_without_stderr_shows_nothing(shown, monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    with Progress("work", 8, shown=shown, delay=0.0) as work:
+        work.update(3)
+    assert work.done == 3
+
+
 def test_items_are_counted(open_terminal):
     open_terminal()
     items = tracked("ab", "letters", 2)
