@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import re
 import shlex
 import struct
@@ -18,7 +19,7 @@ from slime_tis.analysis.diagnosis import CAUSES
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report import mismatch_plots, overview, page_samples
-from slime_tis.analysis.report.overview import group_runs
+from slime_tis.analysis.report.overview import group_points, group_runs
 from slime_tis.analysis.report.page import _front, page_data, render
 from slime_tis.analysis.report.report_inputs import Source, open_source
 from slime_tis.main import main
@@ -210,6 +211,16 @@ def test_other_outputs_are_refused_with_one_line(out, message, dump, tmp_path, c
 def test_an_output_that_cannot_be_written_is_named(dump, capsys):
     assert main(["report", dump, "--out", "/sys/page.html"]) == 1
     assert "/sys/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [((1.0, 2.0), 1.5), ((1.5e308, 1.5e308), math.inf), ((math.inf, -math.inf), math.nan)],
+    ids=["finite", "overflow", "opposite infinities"],
+)
+def test_a_group_has_the_mean_of_its_runs(values, mean):
+    points = group_points([{1: value} for value in values])
+    assert points.mean == pytest.approx([mean], nan_ok=True)
 
 
 def test_two_runs_in_one_page(run, tmp_path, capsys):

@@ -1,7 +1,6 @@
 """The overview of runs: plots of metrics, also over several seeds, and health warnings."""
 
 import html
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +122,7 @@ class Points(NamedTuple):
     steps: list[int]
     mean: list[float]
     members: list[list[float]]
-    """The values of each run."""
+    """[runs][steps] values per run."""
 
 
 class Group(NamedTuple):
@@ -176,11 +175,13 @@ def group_runs(sources: Sequence[Source]) -> list[Group]:
 
 
 def group_points(curves: Sequence[Mapping[int, float]]) -> Points:
-    """Returns the mean and the values of all runs, at the steps that all of them logged."""
+    """Returns the mean and the values of all runs, at their common steps."""
     steps = sorted(set.intersection(*map(set, curves)))
     members = [[curve[step] for step in steps] for curve in curves]
-    mean = [statistics.fmean(values) for values in zip(*members, strict=True)]
-    return Points(steps=steps, mean=mean, members=members)
+    # Runs may log inf and −inf, or values whose sum overflows; the page leaves such means out.
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = np.mean(members, axis=0)
+    return Points(steps=steps, mean=mean.tolist(), members=members)
 
 
 def plots(groups: Sequence[Group]) -> list[Plot]:
