@@ -12,6 +12,8 @@ from examples.tables import read_rows
 from slime_tis.atomic_files import METRICS
 
 ACCURACY, REWARD = "eval/accuracy", "rollout/raw_reward"
+LAST_QUARTER = 0.75
+"""Evaluations after this share of the steps count as late."""
 K3, STALENESS = "train/mismatch_k3_kl", "rollout/weight_staleness"
 EIGHTHS = 8
 """Points of the curve of rewards."""
@@ -87,9 +89,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
         **means,
         **facts,
         final_accuracy=curve[-1][1],
-        late_accuracy=statistics.fmean(
-            value for step, value in curve if step > 0.75 * curve[-1][0]
-        ),
+        late_accuracy=late_accuracy(curve),
         accuracy_area=area(curve),
         collapse_step=collapse_step(curve),
         steps=last,
@@ -97,6 +97,12 @@ def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
         rewards=by_eighths(rows),
         k3_by_staleness=by_staleness(rows),
     )
+
+
+def late_accuracy(curve: Sequence[tuple[int, float]]) -> float:
+    """The mean accuracy of the evaluations in the last quarter of the steps."""
+    last_step, _ = curve[-1]
+    return statistics.fmean(value for step, value in curve if step > LAST_QUARTER * last_step)
 
 
 def by_staleness(rows: Iterable[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:

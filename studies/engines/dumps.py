@@ -17,12 +17,10 @@ from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from studies.engines import page
 from studies.engines.diagnosis_rows import DIAGNOSIS, DiagnosisRow
-from studies.engines.records import Precision, Records, Report, Scores
+from studies.engines.records import PRECISIONS, SERVERS, Precision, Records, Report, Scores
 from studies.engines.run import MODELS, RECORDS
 
 DUMPS = Path("runs/studies/engines/dumps")
-SERVERS = ("vLLM", "SGLang")
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,12 @@ from pathlib import Path
 
 from studies.collapse.report import replace_table
 from studies.engines.diagnosis_rows import DiagnosisRow
-from studies.engines.records import Precision, Scorer
-from studies.engines.results import SHARED, Row, order
+from studies.engines.records import PRECISIONS, SERVERS, SHARED, Precision, Scorer
+from studies.engines.results import Row, order
 
 PAGE = Path(__file__).with_name("README.md")
 NAMES = {"sort_digits": "Sort digits", "smollm2": "SmolLM2-135M-Instruct"}
 """Headings by model."""
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
-SERVERS = ("vLLM", "SGLang")
 ONE_PASS = "one pass"
 MISSING = "–"
 """In a cell without a measurement."""

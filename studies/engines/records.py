@@ -11,6 +11,10 @@ from studies.engines.measures import Top
 Precision = Literal["fp32", "bf16"]
 Report = Literal["raw", "temperature", "processed"]
 """The distribution of a log-prob: of the logits, after temperature, or also after top-p."""
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+SERVERS = ("vLLM", "SGLang")
+SHARED = "shared"
+"""The token set that every engine scores, sampled by transformers in fp32."""
 TOP_TOKENS = 20
 """Recorded likeliest tokens, more than the 8 compared ones; vLLM gives at most 20 by default."""
 

@@ -10,10 +10,17 @@ from pathlib import Path
 from benchmarks.provenance import machine
 from examples.tables import read_rows, write_rows
 from studies.engines.measures import Top, common_length, compare
-from studies.engines.records import Precision, Records, Report, Scorer, Scores, TokenSet
+from studies.engines.records import (
+    SHARED,
+    Precision,
+    Records,
+    Report,
+    Scorer,
+    Scores,
+    TokenSet,
+)
 
 RESULTS = Path(__file__).with_name("results.csv")
-SHARED = "shared"
 GREEDY_PAIR = ("SGLang", "vLLM")
 """The servers whose greedy answers are compared as far as they are equal."""
 

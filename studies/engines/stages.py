@@ -14,6 +14,8 @@ from studies.engines.models import TransformersModel, megatron, megatron_scores,
 from studies.engines.records import (
     GREEDY,
     PLAIN,
+    PRECISIONS,
+    SHARED,
     TRUNCATED,
     Precision,
     Records,
@@ -27,9 +29,6 @@ from studies.engines.servers import EngineName, ServerConfig, running, version
 
 CHUNK = 16
 """Tokens of a chunk of prefill: less than a prompt of SmolLM2 has."""
-SHARED = "shared"
-"""The token set that every engine scores, sampled by transformers in fp32."""
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 METHODS = {"decoded": "decoded", "one pass": "one pass", "chunks": f"chunks of {CHUNK}"}
 
 
@@ -66,7 +65,7 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of the study that is repeated as a whole if it was interrupted."""
+    """A part of the study; an interrupted one is repeated from its start."""
 
     name: str
     run: Callable[[], None]

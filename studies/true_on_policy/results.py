@@ -8,11 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from studies.collapse.results import ACCURACY, by_eighths
+from studies.collapse.results import ACCURACY, by_eighths, late_accuracy
 
 RESULTS = Path(__file__).with_name("results.csv")
-LAST_QUARTER = 0.75
-"""Evaluations after this share of the steps count as late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +81,11 @@ def summarize(
     for row in metrics:
         if ACCURACY in row:
             curve.append((row["step"], row[ACCURACY]))
-    last = steps[-1]["step"]
-    late = [value for step, value in curve if step > LAST_QUARTER * last]
     tokens = sum(step["tokens"] for step in steps)
     times = cpu_times(steps, {step for step, _ in curve})
     return Row(
         final_accuracy=curve[-1][1],
-        late_accuracy=statistics.fmean(late),
+        late_accuracy=late_accuracy(curve),
         tokens=tokens,
         different=sum(step["different"] for step in steps),
         mean_abs=sum(step["sum_abs"] for step in steps) / tokens,
@@ -97,7 +93,7 @@ def summarize(
         cpu_step=times.step,
         cpu_training=times.training,
         cpu_rest=times.rest,
-        steps=last,
+        steps=steps[-1]["step"],
         accuracy=tuple(curve),
         rewards=by_eighths(metrics),
         **facts,

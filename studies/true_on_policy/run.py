@@ -94,7 +94,7 @@ def in_order(grid: Grid, seeds: Sequence[int]) -> list[Case]:
 
 
 def run(case: Case, directory: Path) -> Row:
-    """Makes a run in a process of its own, and returns its row.
+    """Makes a run in a separate process, and returns its row.
 
     Raises:
         RuntimeError: The run failed; the message has the end of its output.
