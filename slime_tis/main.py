@@ -112,10 +112,10 @@ def _run(chosen: argparse.Namespace) -> int:
         from slime_tis.demo.demo_commands import demo
 
         return demo(chosen.out)
-    # Commands with an exit status of their own.
-    own_status = {"port": _port, "diagnose": _diagnose, "parity": _parity}
-    if chosen.command in own_status:
-        return own_status[chosen.command](chosen)
+    # These commands print and choose their exit status; the others below only return a text.
+    with_status = {"port": _port, "diagnose": _diagnose, "parity": _parity}
+    if chosen.command in with_status:
+        return with_status[chosen.command](chosen)
     if chosen.command == "plan":
         # The plan is made on the CPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -361,7 +361,7 @@ def _parser(
     add = command(
         "completion",
         "print a script that completes commands, flags, choices and paths",
-        ": slime-tis completion bash > ~/.local/share/bash-completion/completions/slime-tis",
+        ": slime-tis completion bash > ~/.slime-tis.bash, which ~/.bashrc must source",
     )
     add("shell", choices=SHELLS, help="bash or zsh")
     python = "also complete `python train.py`, in place of the shell's completion of python"

@@ -105,7 +105,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def _add_values(action: argparse.Action) -> None:
     """Adds the values that a shell offers for an argument."""
     if action.nargs == argparse.REMAINDER:
-        # The flags of `what-if`, which are arguments of their own here.
+        # The flags of `what-if`; `train_flags` adds each as a separate argument.
         action.help = argparse.SUPPRESS
         return
     if action.metavar in COMPLETED_PATHS:

@@ -35,7 +35,7 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class VllmError(RuntimeError):
-    """The server did not do what it was asked for."""
+    """The server failed, or refused a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Completion:
 
     token_ids: list[int]
     log_probs: list[float]
-    """Of the distribution that was sampled from, nats."""
+    """Log-probs under the distribution that was sampled from, nats."""
     weight_versions: list[int]
     """Optimizer steps behind the weights that sampled each token."""
 
@@ -56,8 +56,8 @@ class VllmSampler:
         """Connects to the server.
 
         Args:
-            url: Of the server, such as http://127.0.0.1:8000.
-            directory: Of the checkpoints that the server loads; it must see the same path.
+            url: Address of the server, such as http://127.0.0.1:8000.
+            directory: Directory for the checkpoints that the server loads, under the same path.
 
         Raises:
             VllmError: The server does not answer, or reports log-probs of another distribution.
@@ -70,7 +70,7 @@ class VllmSampler:
         """Optimizer steps behind the server's weights; None before the first update."""
         self._calls = 0
         self.precision = self._precision()
-        """Of the server's weights, such as bf16."""
+        """Precision of the server's weights, such as bf16."""
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         """Samples one completion per prompt with the trainer's present weights."""

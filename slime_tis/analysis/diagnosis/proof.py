@@ -243,7 +243,10 @@ def explain_disagreement(
 
 
 def _mismatch_elsewhere(table: TokenTable, fitted_step: int | None) -> str:
-    """Says which step has the largest mismatch, if it is not the step that fits the checkpoint."""
+    """Returns a message about a larger mismatch in a step that the checkpoint does not fit.
+
+    It is empty if the step with the largest mismatch is the one that fits, or is unknown.
+    """
     if table.step is None or fitted_step is None:
         return ""
     size = np.bincount(table.sample, np.abs(table.log_ratio), len(table))

@@ -113,7 +113,7 @@ def rescore(table: TokenTable, scorer: Scorer, *, with_progress: bool = False) -
     """Scores a few samples again with the weights that sampled them.
 
     The initial checkpoint of a training run fits its first step, and an exported checkpoint fits
-    the step that followed the export. One sample of each step finds that step.
+    the step after the export. To find the step that fits, one sample per step is scored.
 
     Args:
         table: The dump.
