@@ -39,7 +39,7 @@ def scored(logits_LV: Tensor, tokens: Sequence[int], sampling: Sampling, report:
         sampling: Temperature and top-p.
         report: Which of the three distributions.
     """
-    # The likeliest token is drawn at temperature 0, which is not a distribution that log-probs could have.
+    # Temperature 0 draws the likeliest token; log-probs are then those of temperature 1.
     temperature = 1.0
     top_p = 1.0
     if report != "raw":
