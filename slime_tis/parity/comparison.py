@@ -1,4 +1,6 @@
-"""Compares two recordings: the first operation that differs, and whether by itself.
+"""Compares two recordings.
+
+Finds the first operation that differs, and whether it still differs if the inputs are equal.
 
 Shapes: suffix _T the packed tokens of all samples, _K the compared tokens, F features, V the
 vocabulary.
@@ -224,12 +226,13 @@ def difference(a_TF: Tensor, b_TF: Tensor, tokens_K: Tensor) -> Difference:
     """
     a = a_TF.float()
     b = b_TF.float()
-    differs = (a != b) | a.isnan() | b.isnan()
-    is_nan = (a.isnan() | b.isnan()) & differs
+    # NaN != NaN is true.
+    differs = a != b
+    is_nan = a.isnan() | b.isnan()
     largest = 0.0
     token = None
     if differs.any():
-        # Only where they differ: the difference of two equal infinities is NaN.
+        # Equal values are left out, because ∞ − ∞ is NaN.
         largest = float((a[differs] - b[differs]).abs().max())
         token = int(tokens_K[differs.any(-1)][0])
     finite = a[a.isfinite()]

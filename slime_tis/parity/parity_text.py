@@ -30,7 +30,7 @@ def sentence(comparison: Comparison) -> str:
     difference = first.difference
     text = (
         f"{first.place}: {names} differ in {precision}, {_largest(difference)}"
-        f" ({difference.share:.2%} of its values). No operation before it differs,"
+        f" ({difference.share:.2%} of its values). No recorded operation before it differs,"
         f" {_cause(first)}"
     )
     larger = comparison.larger
@@ -78,9 +78,12 @@ def _relative(difference: Difference) -> str:
 def _cause(operation: OperationDifference) -> str:
     """Whether the first difference is the operation's own."""
     if operation.own is None:
-        return "as far as they are recorded."
+        return "and its own difference was not measured."
     if operation.own.is_equal:
-        return "but with the reference's inputs it is equal: one that is not recorded differs."
+        return (
+            "but in another run, with the reference's inputs, it is equal: the execution does not"
+            " repeat its results, or an operation that is not recorded differs."
+        )
     return "and with the reference's inputs it still differs: the difference is its own."
 
 

@@ -1,4 +1,4 @@
-"""What an execution reveals: the results of its operations for every token, and log-probs.
+"""Records the results of an execution's operations for every token, and its log-probs.
 
 A `Recorder` copies the results while a model runs. It can also replace each result by the result of
 another recording. Then every operation gets the inputs of that recording, and an operation that

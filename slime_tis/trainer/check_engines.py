@@ -69,7 +69,7 @@ MAX_LAYER_ERROR = 1e-3
 MAX_LOW_PRECISION_ERROR = 0.2
 """The same bound in lower precision."""
 PARITY_PRECISIONS = ("fp32", "bf16")
-"""Precisions of `slime-tis parity`."""
+"""Precisions of `slime-tis parity`, whose modules the trainer cannot import."""
 HARMLESS = ("healthy", "rounding")
 """Findings that the precision of the engines explains."""
 ATTENTION = "model.layers.0.self_attn.q_proj.weight"

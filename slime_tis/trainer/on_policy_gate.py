@@ -21,7 +21,7 @@ from slime_tis.trainer.step_inputs import Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class DifferingToken:
     """The first trained token of a rank whose log-probs differ."""
 
     sample: Sample
@@ -85,7 +85,7 @@ class OnPolicyGate:
             1,
         )
 
-    def _first_difference(self, step: Step) -> Difference | None:
+    def _first_difference(self, step: Step) -> DifferingToken | None:
         """Returns this rank's first token that differs; None if all trained tokens are equal."""
         tokens = step.batch.responses
         log_probs = torch.cat(self._log_probs)
@@ -100,7 +100,7 @@ class OnPolicyGate:
         for sample, row, value in zip(step.samples, rows, values, strict=True):
             if row.any():
                 position = int(row.nonzero()[0])
-                return Difference(
+                return DifferingToken(
                     sample=sample,
                     position=position,
                     log_prob=float(value[position]),
