@@ -19,6 +19,9 @@ from slime_tis.parity.parity_page import write_page
 from slime_tis.parity.parity_text import as_json, text
 from slime_tis.parity.samples import Samples, check_length, joined, random_prompts, read_prompts
 
+SEEDS = 1 << 63
+"""Seeds of torch are −SEEDS to SEEDS − 1."""
+
 
 class TooDifferent(Exception):
     """The log-probs differ by more than --fail-on; `text` is the output."""
@@ -70,6 +73,11 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
             raise ValueError(f"{option} is {value} but must be a number from 1 to 100000.")
     if not 1 <= chosen.chunk_size <= 1_000_000:
         raise ValueError(f"--chunk-size is {chosen.chunk_size} but must be 1 or more.")
+    if not -SEEDS <= chosen.seed < SEEDS:
+        raise ValueError(f"--seed is {chosen.seed} but must be a number of 64 bits.")
+    # Negated, so that NaN is refused too.
+    if chosen.fail_on is not None and not chosen.fail_on >= 0:
+        raise ValueError(f"--fail-on is {chosen.fail_on:g} but must be 0 or more, in nats.")
     checkpoint = local_directory(chosen.checkpoint, "CHECKPOINT")
     other_checkpoint = checkpoint
     if chosen.other_checkpoint:
@@ -142,7 +150,7 @@ def _opened(side: Side) -> Iterator[Record]:
         if package == "slime_tis":
             raise
         raise ValueError(
-            f"error: the execution {side.execution} needs the package {package}; install it with:"
+            f"the execution {side.execution} needs the package {package}; install it with:"
             f" pip install 'slime_tis[{entry.extra}]'"
         ) from error
     with context as record:

@@ -167,9 +167,16 @@ def check_tokens(ids: Any, vocab_size: int, where: str) -> None:
             )
 
 
-def check_length(longest: int, context_len: int | None) -> None:
-    """Raises ValueError if a sample is longer than the model's context."""
-    if context_len is not None and longest > context_len:
+def check_length(longest: int, context_len: Any) -> None:
+    """Raises ValueError if a sample is longer than `max_position_embeddings` of config.json."""
+    if context_len is None:
+        return
+    if type(context_len) is not int or context_len < 1:
+        raise ValueError(
+            f"CHECKPOINT: config.json has the max_position_embeddings {quoted(context_len, 40)}; it"
+            " must be the number of positions."
+        )
+    if longest > context_len:
         raise ValueError(
             f"a prompt with its response has {longest} tokens, but the model has"
             f" {context_len} positions; reduce --tokens, or give shorter --prompts."

@@ -94,6 +94,9 @@ WRONG_OPTIONS = {
     "longer than the context": (["--tokens", "120"], "240 tokens, but the model has 128 positions"),
     "unknown device": (["--device", "tpu"], "--device is 'tpu' but must be cpu"),
     "shared operations of other executions": (["--true-on-policy"], "add --reference local"),
+    "seed of 65 bits": (["--seed", str(2**64)], "must be a number of 64 bits"),
+    "limit of NaN": (["--fail-on", "nan"], "--fail-on is nan but must be 0 or more"),
+    "negative limit": (["--fail-on", "-1"], "--fail-on is -1 but must be 0 or more"),
     "chunks of no token": (["--other", "chunks", "--chunk-size", "0"], "--chunk-size is 0"),
 }
 
@@ -108,3 +111,13 @@ def test_other_vocabulary_is_refused(checkpoint, tmp_path, capsys):
     capsys.readouterr()  # the progress of saving
     line = refused([checkpoint, *SHORT, "--other-checkpoint", str(other)], capsys)
     assert "compare models with the same tokenizer" in line
+
+
+@pytest.mark.parametrize("positions", ["many", 0, 12.5], ids=["text", "none", "fraction"])
+def test_wrong_number_of_positions_is_refused(tmp_path, capsys, positions):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["max_position_embeddings"] = positions
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()  # the progress of saving
+    assert "config.json has the max_position_embeddings" in refused([str(checkpoint)], capsys)
