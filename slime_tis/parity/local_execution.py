@@ -73,9 +73,9 @@ def opened(side: Side) -> Iterator[Record]:
     """Loads the engine's model; yields its execution."""
     model = load_model(side.checkpoint, DTYPES[side.precision]).to(side.device)
     check_config(model.config)
-    vocabulary_part = None
+    invariant_options: dict[str, Any] = {}
     if side.true_on_policy:
-        vocabulary_part = _use_shared_kernels(model, side)
+        invariant_options = _use_shared_kernels(model, side)
     tokenizer = load_tokenizer(side.checkpoint)
 
     def record(samples: Samples, substitutes: Recording | None = None) -> Recording:
@@ -89,7 +89,7 @@ def opened(side: Side) -> Iterator[Record]:
             weight_version=0,
             records_routing=False,
             check_interrupts=lambda: None,
-            vocabulary_part=vocabulary_part,
+            **invariant_options,
         )
         batching.samples = samples
         batching.recorder = recorder
@@ -114,16 +114,16 @@ def opened(side: Side) -> Iterator[Record]:
     yield record
 
 
-def _use_shared_kernels(model: Any, side: Side) -> int | None:
-    """Installs the operations of --true-on-policy; returns `sample_tokens`'s vocabulary part."""
+def _use_shared_kernels(model: Any, side: Side) -> dict[str, Any]:
+    """Installs the operations of --true-on-policy; returns the engine's options of batching."""
     # Imported here, because only this option needs megatron-core.
     from slime_tis.parity.shared_kernels import kernels_of
-    from slime_tis.trainer.engines.local.invariant_model import install
+    from slime_tis.trainer.engines.local.invariant_model import batching_options, install
 
-    kernels = kernels_of(side)
+    kernels = kernels_of(side, model.device.type)
     assert kernels is not None
     install(model, kernels)
-    return kernels.vocabulary_part
+    return batching_options(kernels)
 
 
 def _requests(samples: Samples) -> list[tuple[Request, Tensor]]:

@@ -9,21 +9,30 @@ from slime_tis.trainer.invariant.self_check import Kernels, choose_kernels
 from slime_tis.trainer.megatron.architecture import invariant_shapes, read_hf_config
 
 
-def kernels_of(side: Side) -> Kernels | None:
+def kernels_of(side: Side, device_type: str) -> Kernels | None:
     """Returns the operations of a side; None without --true-on-policy.
 
+    Args:
+        side: The side.
+        device_type: Where its engine computes: cpu or cuda.
+
     Raises:
-        ValueError: The model is a mixture of experts, or an operation fails its test on this
-            machine.
+        ValueError: The engine is on a GPU, the model is a mixture of experts, or an operation fails
+            its test on this machine.
     """
     if not side.true_on_policy:
         return None
+    if device_type != "cpu":
+        raise ValueError(
+            f"--true-on-policy has operations for a CPU, but the execution {side.execution} uses a"
+            " GPU; hide it with CUDA_VISIBLE_DEVICES='' and remove --device, or remove the flag."
+        )
     return _kernels(side.checkpoint, side.precision)
 
 
 @cache
 def _kernels(checkpoint: str, precision: str) -> Kernels:
-    """The choice depends on measured times, so both sides must share one."""
+    """Cached, because the test of the operations takes seconds and both sides need it."""
     hf = read_hf_config(checkpoint)
     if moe_sizes(hf) is not None:
         raise ValueError(

@@ -69,9 +69,8 @@ def opened(side: Side) -> Iterator[Record]:
     )
     parallel = initialize(config)
     try:
-        engine = TrainingEngine(
-            config, parallel, temperature=1.0, total_steps=1, kernels=kernels_of(side)
-        )
+        kernels = kernels_of(side, parallel.device.type)
+        engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1, kernels=kernels)
 
         @torch.no_grad()
         def record(samples: Samples, substitutes: Recording | None = None) -> Recording:

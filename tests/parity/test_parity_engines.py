@@ -2,6 +2,7 @@
 
 import html
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from slime_tis.main import main
 from slime_tis.parity.comparison import compare
-from slime_tis.parity.executions import EXECUTIONS, Side
+from slime_tis.parity.executions import EXECUTIONS, PRECISIONS, Side
 from slime_tis.parity.samples import joined, random_prompts
+from slime_tis.parity.shared_kernels import kernels_of
+from slime_tis.trainer.check_engines import PARITY_PRECISIONS
+from slime_tis.trainer.engines.local.slot_cache import SlotCache
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.rollout.sglang.fake_sglang import fake_servers, log_prob
 
@@ -93,6 +97,31 @@ def test_engines_with_shared_operations_are_equal_bit_by_bit(checkpoint_of, prec
     result = json.loads(capsys.readouterr().out)
     assert result["sentence"].startswith("local and training are equal bit by bit in " + precision)
     assert len(result["operations"]) == 3 + 2 * 17
+
+
+def test_shared_operations_refuse_a_gpu():
+    side = Side(execution="training", checkpoint="unread", true_on_policy=True)
+    with pytest.raises(ValueError, match="but the execution training uses a GPU; hide it"):
+        kernels_of(side, "cuda")
+
+
+def test_shared_operations_use_the_cache_of_the_engine(checkpoint_of, monkeypatch):
+    dtypes = []
+
+    def spied(cache, config, device, dtype=None):
+        dtypes.append(dtype)
+        original(cache, config, device, dtype)
+
+    original = SlotCache.__init__
+    monkeypatch.setattr(SlotCache, "__init__", spied)
+    side = Side(execution="local", checkpoint=checkpoint_of(), precision="bf16")
+    with EXECUTIONS["local"].open(replace(side, true_on_policy=True)) as record:
+        record(SAMPLES)
+    assert dtypes == [torch.float32]
+
+
+def test_trainer_knows_the_precisions_of_parity():
+    assert PARITY_PRECISIONS == PRECISIONS
 
 
 def test_changed_weight_of_the_training_engine_is_named(checkpoint_of, reference):

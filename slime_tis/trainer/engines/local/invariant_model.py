@@ -7,11 +7,12 @@ do.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from slime_tis.trainer.invariant.operations import Tiles, attention, linear, silu
+from slime_tis.trainer.invariant.operations import KEYS, Tiles, attention, linear, silu
 from slime_tis.trainer.invariant.self_check import (
     ATTENTION_OUTPUT,
     DOWN,
@@ -92,6 +93,15 @@ def install(model: PreTrainedModel, kernels: Kernels) -> None:
             setattr(parent, child, InvariantSiLU(kernels.vectorized_silu))
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_transformers)
     model.config._attn_implementation = ATTENTION
+
+
+def batching_options(kernels: Kernels) -> dict[str, Any]:
+    """Returns the arguments of `ContinuousBatching` that belong to an installed model."""
+    return {
+        "vocabulary_part": kernels.vocabulary_part,
+        "key_block": KEYS,
+        "cache_dtype": torch.float32,
+    }
 
 
 def attention_of_transformers(

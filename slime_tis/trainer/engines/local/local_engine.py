@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +31,7 @@ from slime_tis.trainer.engines.function_rollouts import (
     resumed_groups,
 )
 from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
-from slime_tis.trainer.engines.local.invariant_model import install
+from slime_tis.trainer.engines.local.invariant_model import batching_options, install
 from slime_tis.trainer.engines.local.load_model import (
     eos_token_ids,
     linear_weight_names,
@@ -46,7 +47,6 @@ from slime_tis.trainer.engines.local.token_sampling import (
 from slime_tis.trainer.engines.rollout_engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
-from slime_tis.trainer.invariant.operations import KEYS
 from slime_tis.trainer.invariant.self_check import Kernels
 from slime_tis.trainer.rank_collectives import map_over_ranks
 from slime_tis.trainer.storage.checkpoint_files import ROLLOUT_WEIGHTS
@@ -128,14 +128,10 @@ class LocalEngine:
         self._check_interrupts = check_interrupts
         self._model = load_model(hf_checkpoint, DTYPES.get(precision, torch.float32)).to(device)
         check_config(self._model.config)
-        self._vocabulary_part = None
-        self._key_block = 1
-        self._cache_dtype: torch.dtype | None = None
+        self._invariant_options: dict[str, Any] = {}
         if kernels is not None:
             install(self._model, kernels)
-            self._vocabulary_part = kernels.vocabulary_part
-            self._key_block = KEYS
-            self._cache_dtype = torch.float32
+            self._invariant_options = batching_options(kernels)
         self._weights = weights_by_file_name(self._model)
         self._precision: Precision = precision
         self._roundings = roundings(self._model, precision, router_bits)
@@ -373,9 +369,7 @@ class LocalEngine:
             weight_version=self.weight_version,
             records_routing=sampling.records_routing,
             check_interrupts=self._check_interrupts,
-            vocabulary_part=self._vocabulary_part,
-            key_block=self._key_block,
-            cache_dtype=self._cache_dtype,
+            **self._invariant_options,
         )
 
     def _respond(
