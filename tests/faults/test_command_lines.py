@@ -54,6 +54,8 @@ NOT_WHOLE = (
 NOT_A_NUMBER = ("x", "nan", "1e999", "-1e999", "0.5_2", "1,5", "１", "true", "9" * 5000, "--")
 NOT_TEXT = ("a\x1b[2Jb", "a\nb", "\x00", "\udc80", "x" * (MAX_TEXT + 1))
 BLANK = ("", " ", "\t")
+NOT_VERBATIM = ("", "\udc80", "x" * (MAX_TEXT + 1))
+"""What options refuse whose text counts as it is, such as a newline that ends an answer."""
 WRONG = {bool: ("maybe", "2", "nan", "tru e"), int: NOT_WHOLE, float: NOT_A_NUMBER, str: NOT_TEXT}
 SAMPLES = {
     "save": "ckpt",
@@ -147,6 +149,9 @@ def kind_of(option: Any) -> type:
 
 def wrong_values(option: Any) -> Iterator[str]:
     """Texts that no option of this kind takes, and numbers beyond its limits."""
+    if option.verbatim:
+        yield from NOT_VERBATIM
+        return
     yield from BLANK
     yield from WRONG[kind_of(option)]
     if option.type.choices:
