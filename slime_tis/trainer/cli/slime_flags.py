@@ -1,4 +1,7 @@
-"""Tables of flags and values of slime and Megatron, for `train.py` and `slime-tis port`."""
+"""Tables of flags and values of slime, vime and Megatron, for `train.py` and `slime-tis port`.
+
+They name flags of SGLang's servers; with vLLM's, `port` writes --vllm- for --sglang-.
+"""
 
 import math
 import re
@@ -107,6 +110,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--moe-router-bias-update-rate": ("0",),
     "--moe-aux-loss-coeff": ("0",),
     "--update-weight-mode": ("full",),
+    "--vllm-logprobs-mode": ("processed_logprobs",),
     "--lambd": ("1",),
     "--start-rollout-id": ("0",),
     "--accumulate-allreduce-grads-in-fp32": (),
@@ -120,6 +124,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
 
 RENAMED: Mapping[str, Renamed] = {
     "--sglang-server-concurrency": Renamed("--sglang-concurrency"),
+    "--vllm-server-concurrency": Renamed("--vllm-concurrency"),
     "--rollout-num-gpus-per-engine": Renamed(
         "--sglang-tp-size", note="a flag of the servers that --sglang-launch starts"
     ),
@@ -162,6 +167,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "--rollout-function-path": {
         "slime.rollout.fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
+        "vime.rollout.fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
         "fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
     },
     "--custom-tis-function-path": {
@@ -178,7 +184,10 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
     "--advantage-estimator": {"ppo": NO_CRITIC},
     "--loss-type": {"sft_loss": NO_FINE_TUNING},
-    "--rollout-function-path": {"slime.rollout.sft_rollout.generate_rollout": NO_FINE_TUNING},
+    "--rollout-function-path": {
+        "slime.rollout.sft_rollout.generate_rollout": NO_FINE_TUNING,
+        "vime.rollout.sft_rollout.generate_rollout": NO_FINE_TUNING,
+    },
 }
 """Advice on values of slime's flags that ask for another experiment."""
 
@@ -244,6 +253,18 @@ ADVICE: Mapping[str, str] = {
     "--prefill-num-servers": (
         "start servers of several kinds yourself, and name them with --sglang-url"
     ),
+    "--vllm-config": "start servers of several kinds yourself, and name them with --vllm-url",
+    "--vllm-weight-sync-packed --no-vllm-weight-sync-packed": (
+        "weights travel in buckets of --vllm-bucket-mb; remove it"
+    ),
+    "--vllm-weight-transfer-timeout-sec": "use --vllm-request-timeout",
+    "--vllm-enable-deterministic-inference": (
+        "requests have seeds of --rollout-seed; for kernels that do not depend on the batch, set"
+        " VLLM_BATCH_INVARIANT=1 in the environment"
+    ),
+    "--vllm-router-policy --router-*": (
+        "start the router yourself, and name it with --vllm-router-ip and --vllm-router-port"
+    ),
     "--spec --megatron-config-path --model-name --moe-*": CONFIG,
     "--megatron-to-hf-mode --padded-vocab-size --ref-ckpt-step": (
         "weights are read from safetensors and written to them, without conversion; remove it"
@@ -259,6 +280,7 @@ ADVICE: Mapping[str, str] = {
         "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the"
         " layers"
     ),
+    "--train-memory-margin-bytes": "memory is not moved between training and servers; remove it",
     "--train-env-vars": "set the environment variables of torchrun's processes yourself",
     "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer": (
         "optimizer state stays on the GPUs in fp32; shard it with --use-distributed-optimizer"

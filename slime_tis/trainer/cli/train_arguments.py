@@ -45,7 +45,7 @@ from slime_tis.trainer.cli.option_checks import (
     check_ranks,
     warnings_of,
 )
-from slime_tis.trainer.cli.slime_flags import RENAMED, refusal
+from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for, refusal
 from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
 from slime_tis.trainer.cli.true_on_policy import check_dense, check_true_on_policy
 from slime_tis.trainer.configs.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
@@ -313,7 +313,7 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Flag
         engine = item.name[2:].partition("-")[0]
         if item.name in FLAGS or not item.name:
             known.append(item)
-        elif engine in engines and item.name not in RENAMED:
+        elif engine in engines and item.name not in RENAMED and advice_for(item.name) is None:
             word = f"--{item.word.removeprefix(f'--{engine}-')}"
             server_args.setdefault(engine, []).extend([word, *item.following])
         else:

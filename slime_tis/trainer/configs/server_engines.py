@@ -16,6 +16,8 @@ class ServerEngineEntry:
     """Defaults of options of `ServerConfig` that differ from engine to engine."""
     absent: tuple[str, ...] = ()
     """Options of `ServerConfig` that the engine does not have."""
+    tensor_parallel: str
+    """Server flag of the number of GPUs that share a layer, without hyphens."""
     own_flags: Mapping[str, str]
     """Server flags that the run sets itself, and what to do instead."""
 
@@ -28,6 +30,7 @@ SERVER_ENGINES = {
             "api_key_env": "SGLANG_API_KEY",
             "admin_api_key_env": "SGLANG_ADMIN_API_KEY",
         },
+        tensor_parallel="tp-size",
         own_flags={
             "api-key": "put the key into the environment variable that --sglang-api-key-env names",
             "admin-api-key": (
@@ -43,6 +46,7 @@ SERVER_ENGINES = {
         api="slime_tis.trainer.engines.vllm.vllm_api:VllmApi",
         defaults={"api_key_env": "VLLM_API_KEY", "weight_sync": "disk"},
         absent=("admin_api_key_env",),
+        tensor_parallel="tensor-parallel-size",
         own_flags={
             "api-key": "put the key into the environment variable that --vllm-api-key-env names",
             "model": "servers get the --hf-checkpoint",

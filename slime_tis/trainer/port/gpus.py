@@ -1,4 +1,4 @@
-"""slime's placement flags as torchrun's ranks and launched SGLang servers."""
+"""slime's placement flags as torchrun's ranks and launched servers."""
 
 import math
 import re
@@ -18,9 +18,15 @@ PLACEMENT = (
     "--offload-train",
     "--offload-rollout",
 )
-"""Flags that assign GPUs; torchrun and --sglang-launch replace them."""
+"""Flags that assign GPUs; torchrun and --ENGINE-launch replace them."""
 GPUS_PER_NODE = 8
 """slime's default of --actor-num-gpus-per-node and --num-gpus-per-node."""
+STAGES = (
+    "--sglang-pp-size",
+    "--sglang-pipeline-parallel-size",
+    "--vllm-pipeline-parallel-size",
+)
+"""Flags of the servers' pipeline stages."""
 # `place` tries every size up to this one. A larger number in a flag counts as this one.
 MAX_GPUS = 1024
 
@@ -34,7 +40,7 @@ class Placement:
     data_parallel: int
     """Replicas of the model, at least 1."""
     servers: int
-    """Servers for --sglang-launch on the first machine; 0 if they do not fit beside the ranks."""
+    """Servers for --ENGINE-launch on the first machine; 0 if they do not fit beside the ranks."""
     tensor_parallel: int
     """GPUs of one stage of a server."""
 
@@ -48,7 +54,7 @@ def place(given: Mapping[str, Flag]) -> Placement:
     """Returns ranks with complete replicas that divide a step's samples, and servers on other GPUs.
 
     With --colocate, half of a node's GPUs train if the layout fits them, otherwise all of them do.
-    `--sglang-launch` starts servers only on the first machine, so the servers of several nodes must
+    `--ENGINE-launch` starts servers only on the first machine, so the servers of several nodes must
     be started by hand.
     """
     nodes = count(given, "--actor-num-nodes", 1)
@@ -69,10 +75,8 @@ def place(given: Mapping[str, Flag]) -> Placement:
         sizes = halves or sizes
     ranks = sizes[0]
 
-    # Both names are SGLang's. GPUs of one server = stages × GPUs of one stage.
-    stages = max(
-        count(given, "--sglang-pp-size", 1), count(given, "--sglang-pipeline-parallel-size", 1)
-    )
+    # GPUs of one server = stages × GPUs of one stage.
+    stages = max(count(given, name, 1) for name in STAGES)
     per_server = count(given, "--rollout-num-gpus-per-engine", 1)
     free = machine - ranks
     wanted = free

@@ -15,6 +15,7 @@ from typing import Any
 from slime_tis.trainer.cli.train_arguments import configure
 from slime_tis.trainer.cli.train_options import COMMAND_LINE, Arguments
 from slime_tis.trainer.configs.megatron import MegatronConfig
+from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
 from slime_tis.trainer.port.launch_script import OPEN
 
 Words = Mapping[str, tuple[str, ...]]
@@ -39,7 +40,13 @@ REQUIRED: Words = {
     "--rollout-max-response-len": ("8",),
 }
 """Flags that train.py requires, with values that nothing else contradicts."""
-OUTPUTS = ("--save", "--save-hf", "--output-dir", "--sglang-log-dir", "--sglang-weight-dir")
+OUTPUTS = (
+    "--save",
+    "--save-hf",
+    "--output-dir",
+    *(f"--{engine}-log-dir" for engine in SERVER_ENGINES),
+    *(f"--{engine}-weight-dir" for engine in SERVER_ENGINES),
+)
 DUMPS = ("--save-debug-rollout-data", "--save-debug-train-data")
 STAND_IN_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],

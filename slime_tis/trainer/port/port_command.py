@@ -1,4 +1,4 @@
-"""`slime-tis port run.sh` prints a slime launch script as a commented command of `train.py`.
+"""`slime-tis port run.sh` prints a launch script of slime or vime as a command of `train.py`.
 
 The comments list the changed, added and dropped flags with the reasons. Nothing in the script is
 executed. A script of an experiment that train.py cannot run is refused. A command that train.py
@@ -29,6 +29,7 @@ from slime_tis.trainer.cli.slime_flags import (
     is_checked,
 )
 from slime_tis.trainer.cli.train_options import FLAGS
+from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
 from slime_tis.trainer.port.gpus import GPUS_PER_NODE, PLACEMENT, Placement, count, place
 from slime_tis.trainer.port.launch_script import (
     CLOSE,
@@ -52,6 +53,9 @@ DROPPED = {
     "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout": (
         "--rollout-engine sglang generates"
     ),
+    "--rollout-function-path vime.rollout.vllm_rollout.generate_rollout": (
+        "--rollout-engine vllm generates"
+    ),
     "--ref-load": "it takes a Hugging Face directory, by default --hf-checkpoint",
     "--load": "slime's checkpoints are not read; give weights with --hf-checkpoint",
 }
@@ -65,7 +69,6 @@ SLIME_DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "--use-distributed-optimizer": (),
 }
 """Options with another default in slime or Megatron-core, and that default."""
-SERVER_FLAG = re.compile("--sglang-[A-Za-z0-9-]+")
 
 TODO = "to do by hand"
 CHANGED = "changed"
@@ -94,11 +97,22 @@ class Ported:
     """Directories of the script's PYTHONPATH."""
     launcher: list[str] = field(default_factory=list)
     """torchrun and its flags."""
+    engine: str = "sglang"
+    """The engine of the script's servers, a name in `SERVER_ENGINES`."""
 
     @property
     def refusals(self) -> list[str]:
         """Messages of train.py that refuse the command."""
         return self.notes[REFUSED]
+
+    @property
+    def server_prefix(self) -> str:
+        """The beginning of all flags of the engine's servers."""
+        return f"--{self.engine}-"
+
+    def for_engine(self, text: str) -> str:
+        """A text of the tables, which name SGLang's flags, with the flags of the engine."""
+        return text.replace("--sglang-", self.server_prefix)
 
     @property
     def command(self) -> str:
@@ -133,7 +147,7 @@ class Ported:
 
 
 def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
-    """Returns a slime launch script as a command line of train.py, with comments.
+    """Returns a launch script as a command line of train.py, with comments.
 
     Args:
         path: The script.
@@ -151,6 +165,7 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
     ported = Ported(script=Path(path).name, python_path=launch.python_path)
     ported.notes[TODO] += [f"{note}." for note in launch.notes]
     given = _replace_values(launch, ported)
+    ported.engine = _server_engine(launch, given)
     model = _model_on_this_machine(_value(given, "--hf-checkpoint"))
     for flag in given.values():
         _port_flag(flag, given, model, ported)
@@ -166,6 +181,14 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
     _add_defaults(placement, ported)
     _check(placement, given, model, gpu_memory, ported)
     return ported
+
+
+def _server_engine(launch: LaunchScript, given: Mapping[str, Flag]) -> str:
+    """Returns vllm for scripts of vime, which is slime with vLLM, and sglang for others."""
+    has_vllm_flags = any(name.startswith("--vllm-") for name in given)
+    if has_vllm_flags or "vime" in launch.directory.parts:
+        return "vllm"
+    return "sglang"
 
 
 def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
@@ -228,8 +251,8 @@ def _port_flag(
         ported.other_experiments.setdefault(experiment, []).append(shown)
     elif is_checked(name):
         _port_checked(flag, model, ported)
-    elif advice_for(name) is not None:
-        ported.notes[UNSUPPORTED].append(f"{shown}: {advice_for(name)}.")
+    elif (advice := advice_for(name)) is not None:
+        ported.notes[UNSUPPORTED].append(f"{shown}: {ported.for_engine(advice)}.")
     elif is_unknown:
         advice = "add the flag with its value"
         if name in (*PATHS, *REQUIRED):
@@ -238,12 +261,12 @@ def _port_flag(
             advice = f"set {variable} to it"
         ported.notes[TODO].append(f"{shown}: the value is known when the script runs; {advice}.")
     elif name in RENAMED:
-        new = RENAMED[name]
-        values = tuple(map(new.convert, flag.values))
-        ported.flags[new.name] = values
-        replacement = " ".join([new.name, *map(legible, values)])
+        new_name = ported.for_engine(RENAMED[name].name)
+        values = tuple(map(RENAMED[name].convert, flag.values))
+        ported.flags[new_name] = values
+        replacement = " ".join([new_name, *map(legible, values)])
         ported.notes[CHANGED].append(f"{shown} is {replacement}.")
-    elif name not in FLAGS and not SERVER_FLAG.fullmatch(name):
+    elif name not in FLAGS and not name.startswith(ported.server_prefix):
         ported.notes[TODO].append(
             f"{shown} is dropped: neither train.py nor slime is known to have this flag."
         )
@@ -304,27 +327,29 @@ def _assign_gpus(placement: Placement, given: dict[str, Flag], ported: Ported) -
     if placement.nodes > 1:
         launcher += ["--nnodes", str(placement.nodes)]
     ported.launcher = [*launcher, "--nproc-per-node", str(placement.ranks_per_node)]
-    ported.flags["--rollout-engine"] = ("sglang",)
+    engine = ported.engine
+    tensor_parallel = f"--{engine}-{SERVER_ENGINES[engine].tensor_parallel}"
+    ported.flags["--rollout-engine"] = (engine,)
     stated = [_shown(given[name]) for name in PLACEMENT if name in given]
     if not count(given, "--actor-num-gpus-per-node", 0):
         stated.append(f"{GPUS_PER_NODE} GPUs in a node are assumed")
     text = f"{', '.join(stated)}: torchrun starts {placement.ranks} ranks"
 
-    runs_elsewhere = "--sglang-url" in ported.flags or "--sglang-router-ip" in ported.flags
+    runs_elsewhere = f"--{engine}-url" in ported.flags or f"--{engine}-router-ip" in ported.flags
     if placement.servers and not runs_elsewhere:
         first_gpu = placement.ranks_per_node
-        ported.flags["--sglang-launch"] = (str(placement.servers),)
+        ported.flags[f"--{engine}-launch"] = (str(placement.servers),)
         if placement.tensor_parallel > 1:
-            ported.flags["--sglang-tp-size"] = (str(placement.tensor_parallel),)
-        ported.flags["--sglang-base-gpu-id"] = (str(first_gpu),)
+            ported.flags[tensor_parallel] = (str(placement.tensor_parallel),)
+        ported.flags[f"--{engine}-base-gpu-id"] = (str(first_gpu),)
         text += (
-            f", and --sglang-launch {placement.servers} starts servers with --sglang-tp-size "
-            f"{placement.tensor_parallel} from GPU {first_gpu} on"
+            f", and --{engine}-launch {placement.servers} starts servers with {tensor_parallel}"
+            f" {placement.tensor_parallel} from GPU {first_gpu} on"
         )
     else:
         _serve_elsewhere(placement, runs_elsewhere, ported)
     if "--colocate" in given:
-        text += ". Training and SGLang do not share GPUs"
+        text += f". Training and {SERVER_ENGINES[engine].title} do not share GPUs"
     ported.notes[CHANGED].append(f"{text}.")
     if placement.nodes > 1:
         ported.notes[TODO].append(
@@ -333,18 +358,20 @@ def _assign_gpus(placement: Placement, given: dict[str, Flag], ported: Ported) -
 
 
 def _serve_elsewhere(placement: Placement, is_named: bool, ported: Ported) -> None:
-    """Moves flags of SGLang from the command to a note, for whoever starts the servers."""
+    """Moves flags of servers from the command to a note, for whoever starts the servers."""
+    prefix = ported.server_prefix
     if not is_named:
-        ported.flags["--sglang-url"] = ("http://SERVER:30000",)
+        ported.flags[f"{prefix}url"] = ("http://SERVER:30000",)
     words: list[str] = []
     for name in list(ported.flags):
-        # Other flags --sglang-NAME are options of train.py.
-        if name.startswith("--sglang-") and name not in FLAGS:
-            words += [name.replace("--sglang-", "--"), *map(legible, ported.flags.pop(name))]
+        # Other flags --ENGINE-NAME are options of train.py.
+        if name.startswith(prefix) and name not in FLAGS:
+            words += [name.replace(prefix, "--"), *map(legible, ported.flags.pop(name))]
     if words or not is_named:
-        shown = " ".join(["--tp-size", str(placement.tensor_parallel), *words])
+        tensor_parallel = f"--{SERVER_ENGINES[ported.engine].tensor_parallel}"
+        shown = " ".join([tensor_parallel, str(placement.tensor_parallel), *words])
         ported.notes[TODO].append(
-            f"start servers on other GPUs, with {shown}; --sglang-url names them. Beside the ranks"
+            f"start servers on other GPUs, with {shown}; {prefix}url names them. Beside the ranks"
             " they do not fit."
         )
 
@@ -381,7 +408,7 @@ def _check(
         sizes = model_from_script(given, directory)
         problem = name_problem(directory)
         if problem is not None:
-            ported.notes[REFUSED].append(f"{problem}.")
+            ported.notes[REFUSED].append(f"{ported.for_engine(problem)}.")
     verdict = check(ported.flags, placement.ranks, sizes, gpu_memory)
     for flag, message in verdict.no_ops.items():
         option = OPTION_OF.get(flag)
