@@ -1,65 +1,18 @@
-"""Checks of a Hugging Face model directory that do not read the weights.
+"""Reads and checks the configuration of a Hugging Face model directory.
 
 Each ValueError names the file.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from slime_tis.atomic_files import parse_object
 from slime_tis.errors import first_line, one_line, quoted, quoted_path
+from slime_tis.families import FAMILIES, family_of
 
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The differences between families of decoders."""
-
-    rotary_class: str
-    """Class in transformers that computes the rotary frequencies, as `module:name`."""
-    qkv_bias: bool | str = False
-    """Bias on the query, key and value projections, or the field of config.json with this flag."""
-    qk_norm: bool | str = False
-    """RMSNorm on queries and keys, per head, or the field of config.json with this flag."""
-    moe: bool = False
-    """Whether layers are mixtures of experts."""
-    sigmoid_router: bool = False
-    """Whether routers score experts by a sigmoid and choose them by score and bias, instead of by a
-    softmax."""
-    shared_expert: str | None = None
-    """Tensor prefix of the shared expert within a layer."""
-    shared_expert_gate: str | None = None
-    """Tensor prefix of the shared expert's gate."""
-
-
-ROTARY = "transformers.models.{0}.modeling_{0}:{1}RotaryEmbedding"
-FAMILIES = {
-    "LlamaForCausalLM": Family(rotary_class=ROTARY.format("llama", "Llama")),
-    "Qwen2ForCausalLM": Family(rotary_class=ROTARY.format("qwen2", "Qwen2"), qkv_bias=True),
-    "Qwen3ForCausalLM": Family(rotary_class=ROTARY.format("qwen3", "Qwen3"), qk_norm=True),
-    "Qwen2MoeForCausalLM": Family(
-        rotary_class=ROTARY.format("qwen2_moe", "Qwen2Moe"),
-        qkv_bias="qkv_bias",
-        moe=True,
-        shared_expert="mlp.shared_expert",
-        shared_expert_gate="mlp.shared_expert_gate",
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        rotary_class=ROTARY.format("qwen3_moe", "Qwen3Moe"), qk_norm=True, moe=True
-    ),
-    "Glm4MoeForCausalLM": Family(
-        rotary_class=ROTARY.format("glm4_moe", "Glm4Moe"),
-        qkv_bias="attention_bias",
-        qk_norm="use_qk_norm",
-        moe=True,
-        sigmoid_router=True,
-        shared_expert="mlp.shared_experts",
-    ),
-}
-"""Supported families, by their architecture in config.json."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 """Supported values of rope_type."""
 COUNTS = (
@@ -129,19 +82,6 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Test and description of the valid values of optional fields of config.json and its rope
 objects."""
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-"""safetensors' names of the supported types of weights."""
-INDEX = "model.safetensors.index.json"
-"""File that maps tensor names to safetensors files."""
-SINGLE = "model.safetensors"
-"""File with all tensors, if there is no index."""
-
-
-def has(hf: Any, flag: bool | str) -> bool:
-    """Returns the value of a flag of `Family`, which may name a field of the configuration."""
-    if isinstance(flag, str):
-        return bool(getattr(hf, flag))
-    return flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +153,14 @@ def load_config(directory: str | Path) -> Any:
         raise ValueError(
             f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}."
         ) from error
-    problem = _moe_problem(hf)
+    family = family_of(hf)
+    if hf.model_type != family.model_type:
+        problem = (
+            f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]};"
+            f" {family.model_type} does"
+        )
+    else:
+        problem = _moe_problem(hf)
     if problem:
         raise ValueError(f"{Path(directory) / 'config.json'} has {problem}.")
     return hf
@@ -221,9 +168,10 @@ def load_config(directory: str | Path) -> Any:
 
 def moe_layers(hf: Any) -> list[int]:
     """Returns the indices of the sparse layers of transformers' configuration, ascending."""
-    if not FAMILIES[hf.architectures[0]].moe:
+    experts = family_of(hf).experts
+    if experts is None:
         return []
-    if hasattr(hf, "first_k_dense_replace"):
+    if experts.sparse_layers == "first_k_dense_replace":
         return list(range(hf.first_k_dense_replace, hf.num_hidden_layers))
     layers = []
     for layer in range(hf.num_hidden_layers):
@@ -236,17 +184,17 @@ def moe_layers(hf: Any) -> list[int]:
 def moe_sizes(hf: Any) -> MoeSizes | None:
     """Returns the sizes of the sparse layers of transformers' configuration; None if dense."""
     layers = moe_layers(hf)
-    if not layers:
+    experts = family_of(hf).experts
+    if not layers or experts is None:
         return None
-    if hasattr(hf, "n_routed_experts"):
-        num_experts = hf.n_routed_experts
-        shared = hf.n_shared_experts * hf.moe_intermediate_size
-    else:
-        num_experts = hf.num_experts
-        shared = getattr(hf, "shared_expert_intermediate_size", None)
+    shared = None
+    if experts.shared_size is not None:
+        shared = getattr(hf, experts.shared_size)
+    if experts.shared_count is not None:
+        shared = getattr(hf, experts.shared_count) * hf.moe_intermediate_size
     return MoeSizes(
         layers=tuple(layers),
-        num_experts=num_experts,
+        num_experts=getattr(hf, experts.count),
         top_k=hf.num_experts_per_tok,
         intermediate_size=hf.moe_intermediate_size,
         shared_intermediate_size=shared,
@@ -255,15 +203,12 @@ def moe_sizes(hf: Any) -> MoeSizes | None:
 
 def _moe_problem(hf: Any) -> str:
     """Returns an unsupported property of the sparse layers, or an empty text."""
-    family = FAMILIES[hf.architectures[0]]
-    has_layers = hasattr(hf, "first_k_dense_replace") or hasattr(hf, "decoder_sparse_step")
-    if family.moe and not has_layers:
-        return f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]}"
+    experts = family_of(hf).experts
     sizes = moe_sizes(hf)
-    if sizes is None:
+    if experts is None or sizes is None:
         return ""
     problem = ""
-    if family.sigmoid_router:
+    if experts.router == "sigmoid":
         problem = _sigmoid_router_problem(hf, sizes)
     elif sizes.top_k == 1 and hf.norm_topk_prob:
         problem = "norm_topk_prob true with num_experts_per_tok 1, whose router has no gradient"
@@ -319,128 +264,6 @@ def model_sizes(model: Mapping[str, Any]) -> ModelSizes:
     )
 
 
-def tensor_files(directory: str | Path) -> dict[str, Path]:
-    """Returns the files by tensor name.
-
-    Raises:
-        ValueError: A file is missing, damaged, or outside the directory.
-    """
-    directory = Path(directory)
-    index = directory / INDEX
-    if index.is_file():
-        return _indexed_files(directory, index)
-    single = directory / SINGLE
-    if not single.is_file():
-        raise ValueError(
-            f"{directory} has no {SINGLE} and no {INDEX}; only checkpoints in safetensors are read."
-        )
-    return dict.fromkeys(_tensors_of(single), single)
-
-
-def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint has all tensors of the model, and reads only the files' headers.
-
-    Raises:
-        ValueError: A tensor is missing, or has another shape or an unsupported type.
-    """
-    files = tensor_files(directory)
-    headers: dict[Path, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    for name, shape in expected_tensors(directory, model):
-        if name not in files:
-            raise ValueError(f"{directory} has no tensor {name}, which its config.json asks for.")
-        path = files[name]
-        if path not in headers:
-            headers[path] = _tensors_of(path)
-        if name not in headers[path]:
-            raise ValueError(f"{path} has no tensor {name}, which {INDEX} says it has.")
-        kind, actual = headers[path][name]
-        if actual != shape:
-            raise ValueError(
-                f"{path}: the tensor {name} has the shape {list(actual)}, but by config.json it is"
-                f" {list(shape)}."
-            )
-        if kind not in FLOAT_TYPES:
-            raise ValueError(
-                f"{path}: the tensor {name} is of type {kind}, not one of {', '.join(FLOAT_TYPES)}."
-            )
-
-
-def expected_tensors(
-    directory: str | Path, model: Mapping[str, Any]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the name and shape of every tensor of a model."""
-    required = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
-    for name in required:
-        if model.get(name) is None:
-            raise ValueError(
-                f"{Path(directory) / 'config.json'} has no {name}, which every model has."
-            )
-    family = FAMILIES[model["architectures"][0]]
-    hf = None
-    moe = None
-    if family.moe:
-        hf = load_config(directory)
-        moe = moe_sizes(hf)
-    hidden = model["hidden_size"]
-    yield "model.embed_tokens.weight", (model["vocab_size"], hidden)
-    yield "model.norm.weight", (hidden,)
-    if not model.get("tie_word_embeddings", False):
-        yield "lm_head.weight", (model["vocab_size"], hidden)
-    for layer in range(model["num_hidden_layers"]):
-        if moe is not None and layer in moe.layers:
-            mlp = _moe_tensors(hidden, family, moe)
-        else:
-            mlp = _mlp_tensors("mlp", hidden, model["intermediate_size"])
-        for name, shape in chain(_attention_tensors(model, family, hf), mlp):
-            yield f"model.layers.{layer}.{name}", shape
-
-
-def _attention_tensors(
-    model: Mapping[str, Any], family: Family, hf: Any
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden = model["hidden_size"]
-    heads = model["num_attention_heads"]
-    groups = model.get("num_key_value_heads") or heads
-    width = model.get("head_dim") or hidden // heads
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    projections = {"q_proj": heads * width, "k_proj": groups * width, "v_proj": groups * width}
-    for name, rows in projections.items():
-        yield f"self_attn.{name}.weight", (rows, hidden)
-        if has(hf, family.qkv_bias):
-            yield f"self_attn.{name}.bias", (rows,)
-    if has(hf, family.qk_norm):
-        yield "self_attn.q_norm.weight", (width,)
-        yield "self_attn.k_norm.weight", (width,)
-    yield "self_attn.o_proj.weight", (hidden, heads * width)
-
-
-def _mlp_tensors(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{prefix}.gate_proj.weight", (inner, hidden)
-    yield f"{prefix}.up_proj.weight", (inner, hidden)
-    yield f"{prefix}.down_proj.weight", (hidden, inner)
-
-
-def _moe_tensors(
-    hidden: int, family: Family, moe: MoeSizes
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "mlp.gate.weight", (moe.num_experts, hidden)
-    if family.sigmoid_router:
-        yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
-    for expert in range(moe.num_experts):
-        yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size)
-    if family.shared_expert is not None and moe.shared_intermediate_size is not None:
-        yield from _mlp_tensors(family.shared_expert, hidden, moe.shared_intermediate_size)
-    if family.shared_expert_gate is not None:
-        yield f"{family.shared_expert_gate}.weight", (1, hidden)
-
-
 def _check_fields(model: Mapping[str, Any], where: str) -> None:
     """Refuses invalid fields of config.json and its rope objects, and sizes that do not divide."""
     ropes = []
@@ -472,59 +295,3 @@ def _check_fields(model: Mapping[str, Any], where: str) -> None:
         raise ValueError(
             f"{where} heads of {width or hidden / heads:g} numbers, which must be whole and even."
         )
-
-
-def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
-    weight_map = parse_object(index.read_bytes(), str(index)).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(
-            f"{index} has no weight_map, an object that names the file of each tensor."
-        )
-    paths: dict[str, Path] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not file:
-            raise ValueError(
-                f"{index} names {quoted(file)} for the tensor {quoted(name)}, which is not a file"
-                " name."
-            )
-        if file not in paths:
-            paths[file] = _file_within(directory, index, file)
-    return {name: paths[file] for name, file in weight_map.items()}
-
-
-def _file_within(directory: Path, index: Path, file: str) -> Path:
-    """Returns the path of a file in an index.
-
-    Links may lead outside of the directory, as in Hugging Face's cache, but names may not.
-    """
-    name = PurePosixPath(file)
-    if "\0" in file or "\\" in file or name.is_absolute() or ".." in name.parts:
-        raise ValueError(
-            f"{index} names {quoted(file)}, which is not a file within the directory; files outside"
-            " are not read."
-        )
-    path = directory / file
-    if not path.is_file():
-        raise ValueError(
-            f"{index} names {quoted(file)}, which does not exist; download the checkpoint again."
-        )
-    return path
-
-
-def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns the types and shapes of the tensors in a safetensors file, from the header."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        open(path, "rb").close()  # safetensors reports a file without read permission as missing
-        tensors = {}
-        with safe_open(str(path), "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # the file is no dictionary
-                header = file.get_slice(name)
-                tensors[name] = (header.get_dtype(), tuple(header.get_shape()))
-        return tensors
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{quoted_path(path)} cannot be read as safetensors ({first_line(error)}); download it"
-            " again."
-        ) from None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slime_tis.errors import first_line
-from slime_tis.hf_directory import INDEX, SINGLE
+from slime_tis.hf_tensors import INDEX, SINGLE
 from slime_tis.torch_files import NOT_TENSORS, check_torch
 
 

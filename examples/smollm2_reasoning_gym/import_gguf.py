@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.hf_directory import expected_tensors, read_model_config
+from slime_tis.hf_directory import read_model_config
+from slime_tis.hf_tensors import expected_tensors
 from slime_tis.trainer.storage import exports
 from slime_tis.trainer.storage.directories import LOCK, held, unwritable
 
@@ -311,12 +312,13 @@ def named_sources(
         ValueError: a tensor is missing, has another shape, or does not belong to the architecture.
     """
     from gguf import MODEL_ARCH, get_tensor_name_map
+    from transformers import AutoConfig
 
     names = get_tensor_name_map(
         MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"]
     )
     sources, unknown = {}, set(tensors)
-    for name, shape in expected_tensors("", config):
+    for name, shape in expected_tensors(AutoConfig.for_model(**config)):
         module, _, kind = name.rpartition(".")
         key = f"{names.get_name(module)}.{kind}"
         if key not in tensors or tuple(reversed(tensors[key].shape.tolist())) != shape:

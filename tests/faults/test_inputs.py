@@ -20,10 +20,9 @@ from torch import Tensor
 from slime_tis.hf_directory import (
     ModelSizes,
     check_generation_config,
-    check_tensors,
     read_model_config,
-    tensor_files,
 )
+from slime_tis.hf_tensors import check_tensors, tensor_files
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.engines.local.load_model import load_model, load_tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.hf_directory import FAMILIES
+from slime_tis.families import FAMILIES
 from tests.checkpoints import FAMILIES as CHECKPOINTS
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.megatron.gradients import (

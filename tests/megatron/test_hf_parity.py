@@ -9,7 +9,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_tis.hf_directory import FAMILIES, moe_sizes
+from slime_tis.families import FAMILIES
+from slime_tis.hf_directory import moe_sizes
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron import hf_weights, sharded_checkpoint
 from slime_tis.trainer.megatron.batch import make_batch

@@ -17,7 +17,8 @@ import slime_tis.trainer.weight_sync
 from benchmarks.weight_sync_faults import FAULTS, Planter
 from examples.reasoning_gym import prompts
 from examples.smollm2_reasoning_gym import answers, prepare
-from slime_tis.hf_directory import check_tensors, read_model_config
+from slime_tis.hf_directory import read_model_config
+from slime_tis.hf_tensors import check_tensors
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine

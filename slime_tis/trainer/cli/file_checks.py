@@ -10,17 +10,17 @@ from typing import Any
 
 from slime_tis.atomic_files import json_lines, split_row_slice
 from slime_tis.errors import first_line, quoted, quoted_path
+from slime_tis.families import FAMILIES
 from slime_tis.hf_directory import (
-    FAMILIES,
     ModelSizes,
     MoeSizes,
     check_generation_config,
-    check_tensors,
     load_config,
     model_sizes,
     moe_sizes,
     read_model_config,
 )
+from slime_tis.hf_tensors import check_tensors
 from slime_tis.options import fields
 from slime_tis.trainer.configs.loop import ReportingConfig
 from slime_tis.trainer.configs.megatron import MegatronConfig
@@ -104,7 +104,7 @@ def check_model(
     check_generation_config(megatron.hf_checkpoint)
     hf = None
     moe = None
-    if FAMILIES[model["architectures"][0]].moe:
+    if FAMILIES[model["architectures"][0]].experts is not None:
         # Only for experts, because this imports transformers, which takes seconds.
         hf = load_config(megatron.hf_checkpoint)
         moe = moe_sizes(hf)

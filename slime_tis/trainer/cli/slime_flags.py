@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.hf_directory import FAMILIES, Family
+from slime_tis.families import FAMILIES, Experts
 from slime_tis.options.flags import Flag
 from slime_tis.options.values import SWITCHES, nearest, similar
 from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
@@ -428,10 +428,10 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or name not in FAMILIES:
         return facts
     family = FAMILIES[name]
-    facts["qk_norm"] = _family_fact(facts, family.qk_norm)
-    facts["attention_bias"] = _family_fact(facts, family.qkv_bias)
-    if family.moe:
-        facts |= _expert_facts(facts, family)
+    facts["qk_norm"] = _family_fact(facts, family.attention.qk_norm)
+    facts["attention_bias"] = _family_fact(facts, family.attention.qkv_bias)
+    if family.experts is not None:
+        facts |= _expert_facts(facts, family.experts)
     return facts
 
 
@@ -459,23 +459,18 @@ def _family_fact(facts: Mapping[str, Any], value: Any) -> Any:
     return value
 
 
-def _expert_facts(facts: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _expert_facts(facts: Mapping[str, Any], experts: Experts) -> dict[str, Any]:
     """Returns the facts of a mixture of experts."""
-    # Qwen, Mixtral and DeepSeek have different names for the number of experts.
-    count = None
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        count = count or facts.get(name)
-    score_function = "softmax"
-    if family.sigmoid_router:
-        score_function = "sigmoid"
     expert_facts = {
-        "num_experts": count,
-        "router_score_function": score_function,
-        "expert_bias": family.sigmoid_router,
-        "shared_expert_gate": family.shared_expert_gate is not None,
+        "num_experts": facts.get(experts.count),
+        "router_score_function": experts.router,
+        "expert_bias": experts.router == "sigmoid",
+        "shared_expert_gate": experts.has_shared_gate,
     }
     # GLM-4.5 has the number of shared experts, Qwen2-MoE their joint inner size.
-    shared = facts.get("n_shared_experts")
+    shared = None
+    if experts.shared_count is not None:
+        shared = facts.get(experts.shared_count)
     width = facts.get("moe_intermediate_size")
     if isinstance(shared, int) and isinstance(width, int):
         expert_facts["shared_expert_intermediate_size"] = shared * width

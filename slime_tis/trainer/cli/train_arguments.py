@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.errors import quoted_path
-from slime_tis.hf_directory import FAMILIES, read_model_config
+from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_hub import CONFIG, local_directory
 from slime_tis.options.command_line import (
     CodeConfig,
@@ -47,7 +47,7 @@ from slime_tis.trainer.cli.option_checks import (
 )
 from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for, refusal
 from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
-from slime_tis.trainer.cli.true_on_policy import check_dense, check_true_on_policy
+from slime_tis.trainer.cli.true_on_policy import check_family, check_true_on_policy
 from slime_tis.trainer.configs.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
 from slime_tis.trainer.configs.megatron import MegatronConfig, read_environment
 from slime_tis.trainer.configs.rollout import RolloutConfig
@@ -121,7 +121,7 @@ def configure(
     # Last of the files, because it may download the model.
     arguments = dataclasses.replace(arguments, megatron=_with_local_models(arguments.megatron))
     model = check_model(arguments.megatron, arguments.rollout, world_size)
-    check_dense(arguments, FAMILIES[model["architectures"][0]].moe)
+    check_family(arguments, model["architectures"][0])
     check_ranks(arguments, world_size)
     _refuse_unknown(restated, model)
     first_dumps = _first_dumps(arguments.loop)

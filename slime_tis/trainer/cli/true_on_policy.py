@@ -6,6 +6,7 @@ what was shown to keep the promise (docs/true_on_policy.md).
 
 from collections.abc import Iterator
 
+from slime_tis.families import FAMILIES
 from slime_tis.options.command_line import CORRECTION_SWITCHES
 from slime_tis.options.fields import flag
 from slime_tis.trainer.cli.train_options import OPTIONS, Arguments
@@ -28,18 +29,26 @@ def check_true_on_policy(arguments: Arguments) -> None:
         raise ValueError(f"--true-on-policy does not work with {problem}")
 
 
-def check_dense(arguments: Arguments, is_mixture: bool) -> None:
-    """Refuses a mixture of experts.
+def check_family(arguments: Arguments, architecture: str) -> None:
+    """Refuses a model family that was not shown to keep the promise.
 
     Raises:
-        ValueError: --true-on-policy is on, and the model has experts.
+        ValueError: --true-on-policy is on, and the family is another one.
     """
-    if arguments.rollout.true_on_policy and is_mixture:
+    family = FAMILIES[architecture]
+    if not arguments.rollout.true_on_policy or family.true_on_policy:
+        return
+    if family.experts is not None:
         raise ValueError(
             "--true-on-policy does not work with a mixture of experts: the two engines add the"
             " experts of a token in different orders; remove the flag, or replay routing with"
             " --use-rollout-routing-replay."
         )
+    exact = [name for name, entry in FAMILIES.items() if entry.true_on_policy]
+    raise ValueError(
+        f"--true-on-policy does not work with {architecture}, whose operations were not compared;"
+        f" remove the flag, or use {', '.join(exact)}."
+    )
 
 
 def _of_precision(arguments: Arguments) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Builds megatron-core's GPTModel from a Hugging Face configuration.
 
-The supported families are in `slime_tis.hf_directory`.
+The supported families are in `slime_tis.families`.
 """
 
 import importlib
@@ -25,7 +25,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
+from slime_tis.families import Family, family_of, flag_value
+from slime_tis.hf_directory import load_config, moe_sizes, read_model_config
+from slime_tis.hf_tensors import head_size
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.invariant.self_check import Kernels, ModelShapes
@@ -120,7 +122,7 @@ def sequence_workload(hf: HfConfig, tokens: int) -> float:
         hf: The model's configuration.
         tokens: T, prompt and response.
     """
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    head_dim = head_size(hf)
     attention_width = hf.num_attention_heads * head_dim
     projections = 2 * hf.hidden_size * (attention_width + hf.num_key_value_heads * head_dim)
     inner_width = float(hf.intermediate_size)
@@ -154,7 +156,7 @@ def read_hf_config(directory: str | Path) -> HfConfig:
     hf: HfConfig = load_config(directory)
     name = hf.architectures[0]
     unsupported = ["mlp_bias", "use_sliding_window"]
-    if FAMILIES[name].qkv_bias is False:
+    if family_of(hf).attention.qkv_bias is False:
         unsupported.append("attention_bias")
     used = [field for field in unsupported if getattr(hf, field, False)]
     if hf.hidden_act not in ("silu", "swish"):
@@ -176,7 +178,7 @@ def build_model(
     With `kernels`, the layers share the operations of the rollout engine.
     """
     hf = read_hf_config(directory)
-    family = FAMILIES[hf.architectures[0]]
+    family = family_of(hf)
     transformer = transformer_config(hf, config, parallel)
     engine = uses_transformer_engine(hf, parallel)
     if not engine and config.transformer_impl == "transformer_engine":
@@ -221,7 +223,7 @@ def transformer_config(
     hf: HfConfig, config: MegatronConfig, parallel: Parallel
 ) -> TransformerConfig:
     """Returns megatron-core's configuration of a Hugging Face model under the parallel layout."""
-    family = FAMILIES[hf.architectures[0]]
+    family = family_of(hf)
     engine = uses_transformer_engine(hf, parallel)
     same_options = fields_in_common(config, TransformerConfig)
     # megatron-core reads it only to choose layers, which `build_model` does
@@ -233,15 +235,15 @@ def transformer_config(
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        kv_channels=head_size(hf),
         ffn_hidden_size=hf.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=has(hf, family.qkv_bias),
-        qk_layernorm=has(hf, family.qk_norm),
+        add_qkv_bias=flag_value(hf, family.attention.qkv_bias),
+        qk_layernorm=flag_value(hf, family.attention.qk_norm),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -275,20 +277,20 @@ def _moe_options(hf: Any) -> dict[str, Any]:
     Experts are trained without a load-balancing loss.
     """
     sizes = moe_sizes(hf)
-    if sizes is None:
+    experts = family_of(hf).experts
+    if sizes is None or experts is None:
         return {}
-    family = FAMILIES[hf.architectures[0]]
     options = {
         "num_moe_experts": sizes.num_experts,
         "moe_layer_freq": [int(layer in sizes.layers) for layer in range(hf.num_hidden_layers)],
         "moe_ffn_hidden_size": sizes.intermediate_size,
         "moe_shared_expert_intermediate_size": sizes.shared_intermediate_size,
-        "moe_shared_expert_gate": family.shared_expert_gate is not None,
+        "moe_shared_expert_gate": experts.has_shared_gate,
         "moe_router_topk": sizes.top_k,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
     }
-    if not family.sigmoid_router:
+    if experts.router == "softmax":
         options["moe_router_score_function"] = "softmax"
         # Normalized weights are a softmax over the chosen experts, others one over all experts.
         options["moe_router_pre_softmax"] = not hf.norm_topk_prob
@@ -327,11 +329,12 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
 
 
 def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
-    """Returns whether transformer-engine computes the layers: only for dense models.
+    """Returns whether transformer-engine computes the layers: only for some dense families.
 
     `hf_weights` does not know transformer-engine's names of expert weights.
     """
-    return parallel.transformer_engine and moe_sizes(hf) is None
+    is_possible = family_of(hf).has_engine_layers and moe_sizes(hf) is None
+    return parallel.transformer_engine and is_possible
 
 
 def invariant_shapes(hf: HfConfig, ranks: int) -> ModelShapes:
@@ -340,7 +343,7 @@ def invariant_shapes(hf: HfConfig, ranks: int) -> ModelShapes:
         hidden=hf.hidden_size,
         heads=hf.num_attention_heads,
         groups=hf.num_key_value_heads,
-        head_features=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        head_features=head_size(hf),
         inner=hf.intermediate_size,
         vocabulary=hf.vocab_size,
         ranks=ranks,

@@ -1,8 +1,8 @@
 """Converts weights between Hugging Face checkpoints and megatron-core, in both directions.
 
 The weights of megatron-core are tensor-, pipeline- and expert-parallel shards.
-Every Megatron weight consists of one or more Hugging Face tensors. `RULES` lists them, and
-`LAYOUTS` defines how each kind is split over the tensor-parallel ranks and joined.
+Every Megatron weight consists of one or more Hugging Face tensors, which `slime_tis.families`
+lists. `LAYOUTS` defines how each kind is split over the tensor-parallel ranks and joined.
 """
 
 import math
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.hf_directory import FAMILIES, check_tensors, read_model_config, tensor_files
+from slime_tis.families import MODEL_WEIGHTS, family_of
+from slime_tis.hf_directory import read_model_config
+from slime_tis.hf_tensors import check_tensors, tensor_files
 from slime_tis.trainer.megatron.architecture import HfConfig, Model
 from slime_tis.trainer.megatron.parallel import Parallel
 
@@ -88,48 +90,12 @@ LAYOUTS = {
     "gated": Layout(_split_gated, _join_gated),
 }
 
-# Megatron name (within its layer) → layout, Hugging Face names. transformer-engine fuses a norm
-# into the following linear layer, hence two names for the same weight.
-LAYER_RULES: dict[str, tuple[str, ...]] = {
-    "input_layernorm.weight": ("replicated", "input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": ("replicated", "input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": (
-        "qkv",
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
-    "self_attention.linear_qkv.bias": (
-        "qkv",
-        "self_attn.q_proj.bias",
-        "self_attn.k_proj.bias",
-        "self_attn.v_proj.bias",
-    ),
-    "self_attention.q_layernorm.weight": ("replicated", "self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": ("replicated", "self_attn.k_norm.weight"),
-    "self_attention.linear_proj.weight": ("rows", "self_attn.o_proj.weight"),
-    "pre_mlp_layernorm.weight": ("replicated", "post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": ("replicated", "post_attention_layernorm.weight"),
-    "mlp.router.weight": ("replicated", "mlp.gate.weight"),
-    "mlp.router.expert_bias": ("replicated", "mlp.gate.e_score_correction_bias"),
-    "mlp.shared_experts.gate_weight": ("replicated", "{shared_expert_gate}.weight"),
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-for _mlp, _source in (
-    ("mlp", "mlp"),
-    ("mlp.shared_experts", "{shared_expert}"),
-    ("mlp.experts.local_experts.*", "mlp.experts.{expert}"),
-):
-    LAYER_RULES[f"{_mlp}.linear_fc1.weight"] = (
-        "gated",
-        f"{_source}.gate_proj.weight",
-        f"{_source}.up_proj.weight",
-    )
-    LAYER_RULES[f"{_mlp}.linear_fc2.weight"] = ("rows", f"{_source}.down_proj.weight")
-RULES: dict[str, tuple[str, ...]] = {
-    "embedding.word_embeddings.weight": ("vocab", "model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": ("replicated", "model.norm.weight"),
-    "output_layer.weight": ("vocab", "lm_head.weight"),
-}
+"""transformer-engine's names of norms that it fuses into the next linear layer, and the names of
+`Family.weights`."""
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 """Matches a routed expert's local index in the name of a weight."""
 GATHERED_BYTES = 2**30
@@ -147,20 +113,17 @@ def rule(
         first_layer: The rank's first layer.
         first_expert: The rank's first routed expert.
     """
-    if name in RULES:
-        layout, *sources = RULES[name]
-        return LAYOUTS[layout], sources
+    if name in MODEL_WEIGHTS:
+        weight = MODEL_WEIGHTS[name]
+        return LAYOUTS[weight.layout], [tensor.name for tensor in weight.tensors]
     _, _, index, within = name.split(".", 3)  # decoder.layers.I.…
+    within = FUSED_NORMS.get(within, within)
     local = EXPERT.search(within)
-    layout, *sources = LAYER_RULES[EXPERT.sub("*", within)]
-    family = FAMILIES[hf.architectures[0]]
-    names = {
-        "expert": first_expert + int(local[0]) if local else None,
-        "shared_expert": family.shared_expert,
-        "shared_expert_gate": family.shared_expert_gate,
-    }
+    weight = family_of(hf).weights[EXPERT.sub("*", within)]
+    expert = first_expert + int(local[0]) if local else None
     prefix = f"model.layers.{int(index) + first_layer}"
-    return LAYOUTS[layout], [f"{prefix}.{source.format(**names)}" for source in sources]
+    sources = [f"{prefix}.{tensor.name.format(expert=expert)}" for tensor in weight.tensors]
+    return LAYOUTS[weight.layout], sources
 
 
 class HfTensors:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_tis.hf_directory import INDEX, SINGLE
+from slime_tis.hf_tensors import INDEX, SINGLE
 
 SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 """Suffixes of files other than weights: configuration, tokenizer, chat template and code."""

@@ -1,0 +1,260 @@
+"""The supported families of decoders: one entry of `FAMILIES` each.
+
+An entry has the fields of config.json that a family reads, the kinds of its layers, and the name of
+every weight in megatron-core and in the files of a checkpoint. Conversion, export, checks of files,
+`slime-tis plan`, both engines and docs/models.md follow from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Layout = Literal["replicated", "rows", "vocab", "qkv", "gated"]
+"""How a weight is split over tensor-parallel ranks: a key of `hf_weights.LAYOUTS`."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in the files of a checkpoint."""
+
+    name: str
+    """Name within its layer; {expert} stands for the number of a routed expert."""
+    shape: tuple[str, ...]
+    """Keys of `hf_tensors.dimensions`."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of megatron-core, and the tensors of the file that it consists of."""
+
+    layout: Layout
+    tensors: tuple[FileTensor, ...]
+    needs: Literal["qkv_bias", "qk_norm", None] = None
+    """Property of the attention without which the weight does not exist; None if it always does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Attention with grouped queries."""
+
+    qkv_bias: bool | str = False
+    """Bias on the query, key and value projections, or the field of config.json with this flag."""
+    qk_norm: bool | str = False
+    """RMSNorm on queries and keys, per head, or the field of config.json with this flag."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Layers with a router and experts; the fields are names in config.json."""
+
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How scores are computed. Sigmoid routers choose by score and bias, and may have groups."""
+    count: str = "num_experts"
+    """Field with the number of routed experts."""
+    sparse_layers: Literal["decoder_sparse_step", "first_k_dense_replace"] = "decoder_sparse_step"
+    """Field that decides which layers have experts."""
+    shared_count: str | None = None
+    """Field with the number of shared experts, each as large as a routed expert."""
+    shared_size: str | None = None
+    """Field with the inner size of the shared expert."""
+    has_shared_gate: bool = False
+    """Whether a gate scales the output of the shared expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The differences between families of decoders."""
+
+    model_type: str
+    """Field model_type of config.json."""
+    rotary_class: str
+    """Class in transformers that computes the rotary frequencies, as `module:name`."""
+    attention: Attention = Attention()
+    experts: Experts | None = None
+    """Experts of the sparse layers; None if all layers are dense."""
+    weights: Mapping[str, Weight]
+    """The weights of a layer, by their Megatron name within it; `*` stands for an expert."""
+    has_engine_layers: bool = False
+    """Whether transformer-engine computes the layers on GPUs, otherwise plain torch."""
+    true_on_policy: bool = False
+    """Whether `--true-on-policy` was shown to be exact."""
+
+
+def flag_value(hf: Any, flag: bool | str) -> bool:
+    """Returns the value of a flag of an entry, which may name a field of the configuration."""
+    if isinstance(flag, str):
+        return bool(getattr(hf, flag))
+    return flag
+
+
+def family_of(hf: Any) -> Family:
+    """Returns the entry of a Hugging Face configuration."""
+    return FAMILIES[hf.architectures[0]]
+
+
+def layer_weights(hf: Any, *, is_sparse: bool) -> dict[str, Weight]:
+    """Returns the weights of a dense or a sparse layer of a model, by their Megatron name."""
+    family = family_of(hf)
+    weights = {}
+    for name, weight in family.weights.items():
+        if name.startswith("mlp.") and name.startswith("mlp.linear") == is_sparse:
+            continue
+        if weight.needs is not None:
+            flag = getattr(family.attention, weight.needs)
+            if not flag_value(hf, flag):
+                continue
+        weights[name] = weight
+    return weights
+
+
+def _weight(layout: Layout, name: str, *shape: str) -> Weight:
+    return Weight(layout, (FileTensor(name, shape),))
+
+
+def _gated_mlp(megatron: str, file: str, inner: str) -> dict[str, Weight]:
+    """Returns the weights of down(silu(gate(x)) · up(x)), whose inner size is `inner`."""
+    gate = FileTensor(f"{file}.gate_proj.weight", (inner, "hidden"))
+    up = FileTensor(f"{file}.up_proj.weight", (inner, "hidden"))
+    return {
+        f"{megatron}.linear_fc1.weight": Weight("gated", (gate, up)),
+        f"{megatron}.linear_fc2.weight": _weight(
+            "rows", f"{file}.down_proj.weight", "hidden", inner
+        ),
+    }
+
+
+MODEL_WEIGHTS: Mapping[str, Weight] = {
+    "embedding.word_embeddings.weight": _weight(
+        "vocab", "model.embed_tokens.weight", "vocab", "hidden"
+    ),
+    "decoder.final_layernorm.weight": _weight("replicated", "model.norm.weight", "hidden"),
+    "output_layer.weight": _weight("vocab", "lm_head.weight", "vocab", "hidden"),
+}
+"""The weights outside of layers, which are equal in all families."""
+
+PRE_NORMS: Mapping[str, Weight] = {
+    "input_layernorm.weight": _weight("replicated", "input_layernorm.weight", "hidden"),
+    "pre_mlp_layernorm.weight": _weight("replicated", "post_attention_layernorm.weight", "hidden"),
+}
+"""Norms of the inputs of attention and MLP."""
+
+ATTENTION: Mapping[str, Weight] = {
+    "self_attention.linear_qkv.weight": Weight(
+        "qkv",
+        (
+            FileTensor("self_attn.q_proj.weight", ("queries", "hidden")),
+            FileTensor("self_attn.k_proj.weight", ("keys", "hidden")),
+            FileTensor("self_attn.v_proj.weight", ("keys", "hidden")),
+        ),
+    ),
+    "self_attention.linear_proj.weight": _weight(
+        "rows", "self_attn.o_proj.weight", "hidden", "queries"
+    ),
+}
+"""Projections of queries, keys, values and the output."""
+
+QKV_BIAS: Mapping[str, Weight] = {
+    "self_attention.linear_qkv.bias": Weight(
+        "qkv",
+        (
+            FileTensor("self_attn.q_proj.bias", ("queries",)),
+            FileTensor("self_attn.k_proj.bias", ("keys",)),
+            FileTensor("self_attn.v_proj.bias", ("keys",)),
+        ),
+        "qkv_bias",
+    ),
+}
+
+QK_NORM: Mapping[str, Weight] = {
+    "self_attention.q_layernorm.weight": Weight(
+        "replicated", (FileTensor("self_attn.q_norm.weight", ("head",)),), "qk_norm"
+    ),
+    "self_attention.k_layernorm.weight": Weight(
+        "replicated", (FileTensor("self_attn.k_norm.weight", ("head",)),), "qk_norm"
+    ),
+}
+
+MLP: Mapping[str, Weight] = _gated_mlp("mlp", "mlp", "inner")
+"""The MLP of a dense layer."""
+
+EXPERTS: Mapping[str, Weight] = {
+    "mlp.router.weight": _weight("replicated", "mlp.gate.weight", "experts", "hidden"),
+    **_gated_mlp("mlp.experts.local_experts.*", "mlp.experts.{expert}", "expert_inner"),
+}
+"""Router and experts of a sparse layer."""
+
+SELECTION_BIAS: Mapping[str, Weight] = {
+    "mlp.router.expert_bias": _weight("replicated", "mlp.gate.e_score_correction_bias", "experts"),
+}
+
+LLAMA: Mapping[str, Weight] = {**PRE_NORMS, **ATTENTION, **MLP}
+
+ROTARY = "transformers.models.{0}.modeling_{0}:{1}RotaryEmbedding"
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(
+        model_type="llama",
+        rotary_class=ROTARY.format("llama", "Llama"),
+        weights=LLAMA,
+        has_engine_layers=True,
+        true_on_policy=True,
+    ),
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2",
+        rotary_class=ROTARY.format("qwen2", "Qwen2"),
+        attention=Attention(qkv_bias=True),
+        weights={**LLAMA, **QKV_BIAS},
+        has_engine_layers=True,
+        true_on_policy=True,
+    ),
+    "Qwen3ForCausalLM": Family(
+        model_type="qwen3",
+        rotary_class=ROTARY.format("qwen3", "Qwen3"),
+        attention=Attention(qk_norm=True),
+        weights={**LLAMA, **QK_NORM},
+        has_engine_layers=True,
+        true_on_policy=True,
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        rotary_class=ROTARY.format("qwen2_moe", "Qwen2Moe"),
+        attention=Attention(qkv_bias="qkv_bias"),
+        experts=Experts(shared_size="shared_expert_intermediate_size", has_shared_gate=True),
+        weights={
+            **LLAMA,
+            **QKV_BIAS,
+            **EXPERTS,
+            **_gated_mlp("mlp.shared_experts", "mlp.shared_expert", "shared_inner"),
+            "mlp.shared_experts.gate_weight": _weight(
+                "replicated", "mlp.shared_expert_gate.weight", "one", "hidden"
+            ),
+        },
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        rotary_class=ROTARY.format("qwen3_moe", "Qwen3Moe"),
+        attention=Attention(qk_norm=True),
+        experts=Experts(),
+        weights={**LLAMA, **QK_NORM, **EXPERTS},
+    ),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe",
+        rotary_class=ROTARY.format("glm4_moe", "Glm4Moe"),
+        attention=Attention(qkv_bias="attention_bias", qk_norm="use_qk_norm"),
+        experts=Experts(
+            router="sigmoid",
+            count="n_routed_experts",
+            sparse_layers="first_k_dense_replace",
+            shared_count="n_shared_experts",
+        ),
+        weights={
+            **LLAMA,
+            **QKV_BIAS,
+            **QK_NORM,
+            **EXPERTS,
+            **SELECTION_BIAS,
+            **_gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_inner"),
+        },
+    ),
+}
+"""Supported families, by their architecture in config.json."""

@@ -1,0 +1,193 @@
+"""Names, shapes and files of the tensors of a Hugging Face checkpoint, without reading weights.
+
+Each ValueError names the file.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from slime_tis.atomic_files import parse_object
+from slime_tis.errors import first_line, quoted, quoted_path
+from slime_tis.families import MODEL_WEIGHTS, Weight, layer_weights
+from slime_tis.hf_directory import load_config, moe_sizes
+
+REQUIRED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+"""Fields of config.json that every model has."""
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+"""safetensors' names of the supported types of weights."""
+INDEX = "model.safetensors.index.json"
+"""File that maps tensor names to safetensors files."""
+SINGLE = "model.safetensors"
+"""File with all tensors, if there is no index."""
+
+
+def tensor_files(directory: str | Path) -> dict[str, Path]:
+    """Returns the files by tensor name.
+
+    Raises:
+        ValueError: A file is missing, damaged, or outside the directory.
+    """
+    directory = Path(directory)
+    index = directory / INDEX
+    if index.is_file():
+        return _indexed_files(directory, index)
+    single = directory / SINGLE
+    if not single.is_file():
+        raise ValueError(
+            f"{directory} has no {SINGLE} and no {INDEX}; only checkpoints in safetensors are read."
+        )
+    return dict.fromkeys(_tensors_of(single), single)
+
+
+def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
+    """Checks that a checkpoint has all tensors of the model, and reads only the files' headers.
+
+    Raises:
+        ValueError: A tensor is missing, or has another shape or an unsupported type.
+    """
+    for name in REQUIRED_FIELDS:
+        if model.get(name) is None:
+            raise ValueError(
+                f"{Path(directory) / 'config.json'} has no {name}, which every model has."
+            )
+    files = tensor_files(directory)
+    headers: dict[Path, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for name, shape in expected_tensors(load_config(directory)):
+        if name not in files:
+            raise ValueError(f"{directory} has no tensor {name}, which its config.json asks for.")
+        path = files[name]
+        if path not in headers:
+            headers[path] = _tensors_of(path)
+        if name not in headers[path]:
+            raise ValueError(f"{path} has no tensor {name}, which {INDEX} says it has.")
+        kind, actual = headers[path][name]
+        if actual != shape:
+            raise ValueError(
+                f"{path}: the tensor {name} has the shape {list(actual)}, but by config.json it is"
+                f" {list(shape)}."
+            )
+        if kind not in FLOAT_TYPES:
+            raise ValueError(
+                f"{path}: the tensor {name} is of type {kind}, not one of {', '.join(FLOAT_TYPES)}."
+            )
+
+
+def expected_tensors(hf: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the name and shape of every tensor of a model.
+
+    Args:
+        hf: transformers' configuration of the model.
+    """
+    sizes = dimensions(hf)
+    for name, weight in MODEL_WEIGHTS.items():
+        if name != "output_layer.weight" or not hf.tie_word_embeddings:
+            yield from _file_tensors(weight, sizes)
+    moe = moe_sizes(hf)
+    sparse_layers = () if moe is None else moe.layers
+    for layer in range(hf.num_hidden_layers):
+        weights = layer_weights(hf, is_sparse=layer in sparse_layers)
+        for weight in weights.values():
+            for name, shape in _file_tensors(weight, sizes):
+                yield f"model.layers.{layer}.{name}", shape
+
+
+def _file_tensors(
+    weight: Weight, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields name and shape of the tensors of a weight, for each expert if it belongs to one."""
+    for tensor in weight.tensors:
+        shape = tuple(sizes[dimension] for dimension in tensor.shape)
+        if "{expert}" not in tensor.name:
+            yield tensor.name, shape
+            continue
+        for expert in range(sizes["experts"]):
+            yield tensor.name.format(expert=expert), shape
+
+
+def dimensions(hf: Any) -> dict[str, int]:
+    """Returns the sizes of a model that `FileTensor.shape` names."""
+    head = head_size(hf)
+    sizes = {
+        "one": 1,
+        "vocab": hf.vocab_size,
+        "hidden": hf.hidden_size,
+        "head": head,
+        "queries": hf.num_attention_heads * head,
+        "keys": hf.num_key_value_heads * head,
+        "inner": hf.intermediate_size,
+    }
+    moe = moe_sizes(hf)
+    if moe is not None:
+        sizes["experts"] = moe.num_experts
+        sizes["expert_inner"] = moe.intermediate_size
+        sizes["shared_inner"] = moe.shared_intermediate_size or 0
+    return sizes
+
+
+def head_size(hf: Any) -> int:
+    """Returns the number of features of a query head."""
+    size: int = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return size
+
+
+def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
+    weight_map = parse_object(index.read_bytes(), str(index)).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"{index} has no weight_map, an object that names the file of each tensor."
+        )
+    paths: dict[str, Path] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file:
+            raise ValueError(
+                f"{index} names {quoted(file)} for the tensor {quoted(name)}, which is not a file"
+                " name."
+            )
+        if file not in paths:
+            paths[file] = _file_within(directory, index, file)
+    return {name: paths[file] for name, file in weight_map.items()}
+
+
+def _file_within(directory: Path, index: Path, file: str) -> Path:
+    """Returns the path of a file in an index.
+
+    Links may lead outside of the directory, as in Hugging Face's cache, but names may not.
+    """
+    name = PurePosixPath(file)
+    if "\0" in file or "\\" in file or name.is_absolute() or ".." in name.parts:
+        raise ValueError(
+            f"{index} names {quoted(file)}, which is not a file within the directory; files outside"
+            " are not read."
+        )
+    path = directory / file
+    if not path.is_file():
+        raise ValueError(
+            f"{index} names {quoted(file)}, which does not exist; download the checkpoint again."
+        )
+    return path
+
+
+def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the types and shapes of the tensors in a safetensors file, from the header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        open(path, "rb").close()  # safetensors reports a file without read permission as missing
+        tensors = {}
+        with safe_open(str(path), "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # the file is no dictionary
+                header = file.get_slice(name)
+                tensors[name] = (header.get_dtype(), tuple(header.get_shape()))
+        return tensors
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{quoted_path(path)} cannot be read as safetensors ({first_line(error)}); download it"
+            " again."
+        ) from None
