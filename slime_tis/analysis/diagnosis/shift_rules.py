@@ -3,6 +3,10 @@
 Each rule returns a finding and the tokens it explains, or None.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +41,7 @@ def exchanged(tokens: Tokens) -> Verdict:
 
 def _matches_sample(tokens: Tokens, lag: int) -> Mask:
     """Returns the tokens [N] whose log-probs fit the sample that is `lag` samples later."""
+    # Numbers of samples start at 0, so -1 makes the first token a start.
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
     ends = np.append(starts[1:], len(tokens))
     mask = np.zeros(len(tokens), bool)
@@ -80,48 +85,33 @@ def misaligned(tokens: Tokens) -> Verdict:
     sample's log-probs, as a control.
     """
     suspects = _suspects(tokens)
-    long = [i for i, rows in enumerate(suspects) if len(rows) >= MIN_ALIGNED_TOKENS]
-    worst = long[: MAX_ALIGNED // 2]
-    rest = long[MAX_ALIGNED // 2 :]
-    every = max(1, -(-len(rest) // (MAX_ALIGNED // 2)))
-    others = rest[::every]
-    mask = np.zeros(len(tokens), bool)
-    lags: dict[int, int] = {}
-    changes = 0
-    for i in worst + others:
-        rows = suspects[i][:ALIGNED_TOKENS]
-        path = _shifts(tokens.train[rows], tokens.rollout[rows])
-        if path is None:
-            continue
-        shifted = path != 0
-        mask[rows] = shifted
-        mask[suspects[i][ALIGNED_TOKENS:]] = shifted[-1]
-        lags[i] = int(np.median(path[shifted]))
-        starts_aligned = (~shifted[: max(len(path) // 2, 1)]).sum() >= 2
-        changes += int(starts_aligned or len(np.unique(path[shifted])) > 1)
-    if not lags:
+    worst, others = _chosen_to_align(suspects)
+    shifted = _aligned(tokens, suspects, worst + others)
+    if not shifted:
         return None
-    aligned = others or worst
-    shifted_share = sum(i in lags for i in aligned) / len(aligned)
+    # The worst samples were chosen for their mismatch, so the others show the share better.
+    representative = others or worst
+    shifted_share = sum(i in shifted for i in representative) / len(representative)
     remaining = set(range(len(suspects))).difference(worst, others)
-    samples = len(lags) + shifted_share * len(remaining)
+    samples = len(shifted) + shifted_share * len(remaining)
     if samples < max(MIN_SHIFTED_SAMPLES, MIN_SHIFTED_SHARE * len(np.unique(tokens.sample))):
         return None
     controls = worst[:CONTROLS]
-    by_chance = 0
-    for i, j in zip(controls, np.roll(controls, CONTROL_DISTANCE), strict=True):
-        rows = suspects[i][:ALIGNED_TOKENS]
-        other = suspects[j][: len(rows)]
-        by_chance += int(_shifts(tokens.train[rows], tokens.rollout[other]) is not None)
-    shifted_controls = sum(i in lags for i in controls)
+    by_chance = _shifted_by_chance(tokens, suspects, controls)
+    shifted_controls = sum(i in shifted for i in controls)
+    # Two more by chance, so that one shifted sample of a tiny dump proves nothing.
     confidence = 0.95 * ramp(shifted_controls / (by_chance + 2), *CHANCE_RATIO)
     if not confidence:
         return None
+    mask = np.zeros(len(tokens), bool)
+    for each in shifted.values():
+        mask[each.rows] = True
     if shifted_share > MOST_SHIFTED:
         for i in remaining:
             mask[suspects[i]] = True
-    lag = int(np.median(list(lags.values())))
-    if changes > RETOKENIZED_SHARE * len(lags):
+    lag = int(np.median([each.lag for each in shifted.values()]))
+    changes = sum(each.lag_changes for each in shifted.values())
+    if changes > RETOKENIZED_SHARE * len(shifted):
         cause = "retokenised"
         detail = ""
         shifted_part = "their tails"
@@ -131,7 +121,7 @@ def misaligned(tokens: Tokens) -> Verdict:
         shifted_part = "the whole sample"
     evidence = (
         (
-            f"the log-probs of {len(lags)} of {len(worst) + len(others)} samples with a large"
+            f"the log-probs of {len(shifted)} of {len(worst) + len(others)} samples with a large"
             f" mismatch agree after a shift of {shifted_part}"
         ),
         (
@@ -140,6 +130,65 @@ def misaligned(tokens: Tokens) -> Verdict:
         ),
     )
     return Finding(cause, evidence, confidence, detail=detail), mask
+
+
+@dataclass(frozen=True)
+class _ShiftedSample:
+    """A sample whose log-probs agree after a shift."""
+
+    rows: NDArray[np.int64]
+    """The shifted tokens, as rows of the dump's tokens."""
+    lag: int
+    """Median lag of the shifted tokens."""
+    lag_changes: bool
+    """Whether the lag changes within the sample, as after retokenization."""
+
+
+def _chosen_to_align(suspects: Sequence[NDArray[np.int64]]) -> tuple[list[int], list[int]]:
+    """Returns the indices of the worst suspects, and of every n-th other one."""
+    long = [i for i, rows in enumerate(suspects) if len(rows) >= MIN_ALIGNED_TOKENS]
+    worst = long[: MAX_ALIGNED // 2]
+    rest = long[MAX_ALIGNED // 2 :]
+    every = max(1, math.ceil(len(rest) / (MAX_ALIGNED // 2)))
+    return worst, rest[::every]
+
+
+def _aligned(
+    tokens: Tokens, suspects: Sequence[NDArray[np.int64]], chosen: Sequence[int]
+) -> dict[int, _ShiftedSample]:
+    """Returns the chosen suspects that are shifted, by index."""
+    shifted_samples = {}
+    for i in chosen:
+        first_rows = suspects[i][:ALIGNED_TOKENS]
+        path = _shifts(tokens.train[first_rows], tokens.rollout[first_rows])
+        if path is None:
+            continue
+        is_shifted = path != 0
+        rows = first_rows[is_shifted]
+        # The tail of a long sample is not aligned; it continues as the last aligned token does.
+        if is_shifted[-1]:
+            rows = np.append(rows, suspects[i][ALIGNED_TOKENS:])
+        first_half = is_shifted[: max(len(path) // 2, 1)]
+        starts_aligned = (~first_half).sum() >= 2
+        lags = path[is_shifted]
+        shifted_samples[i] = _ShiftedSample(
+            rows=rows,
+            lag=int(np.median(lags)),
+            lag_changes=bool(starts_aligned or len(np.unique(lags)) > 1),
+        )
+    return shifted_samples
+
+
+def _shifted_by_chance(
+    tokens: Tokens, suspects: Sequence[NDArray[np.int64]], controls: Sequence[int]
+) -> int:
+    """Returns the number of controls that seem to be shifted against another sample."""
+    count = 0
+    for i, j in zip(controls, np.roll(controls, CONTROL_DISTANCE), strict=True):
+        rows = suspects[i][:ALIGNED_TOKENS]
+        other = suspects[j][: len(rows)]
+        count += int(_shifts(tokens.train[rows], tokens.rollout[other]) is not None)
+    return count
 
 
 def _suspects(tokens: Tokens) -> list[NDArray[np.int64]]:
@@ -177,6 +226,7 @@ def _shifts(train: Floats, rollout: Floats) -> NDArray[np.int64] | None:
         max_residual = MAX_RESIDUAL_SMALL
     if shifted.sum() < MIN_SHIFTED_TOKENS or saved < MIN_SAVED or residual > max_residual:
         return None
+    # Retokenization only inserts or only removes tokens up to a place; both ways is chance.
     direction = np.sign(np.median(path[shifted]))
     if (np.diff(path) * direction < 0).any():
         return None
@@ -213,12 +263,14 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
         switched = best > best[cheapest] + SWITCH
         came_from[t] = np.where(switched, cheapest, columns)
         best = np.where(switched, best[cheapest] + SWITCH, best) + cost_TK[t]
+    # Backwards from the cheapest end, to the lag that each token's cost came from.
     path = np.zeros(tokens, np.int64)
     path[-1] = best.argmin()
     for t in range(tokens - 1, 0, -1):
         path[t - 1] = came_from[t, path[t]]
     lags = np.array(LAGS)[path]
     partner = np.arange(tokens) + lags
+    # A token without a partner has a fixed cost, which says nothing about the agreement.
     paired = (lags != 0) & (partner >= 0) & (partner < tokens)
     before = cost_TK[paired, 0].sum()
     after = cost_TK[np.arange(tokens), path][paired].sum()
