@@ -62,10 +62,12 @@ def context_parallel_slices(
     if size == 1:
         return slice(0, response_length), slice(0, 0)
     prompt_length = total_length - response_length
+    # Rounded up: all ranks need chunks of equal length, the last one may be padded.
     chunk = -(-(padded_length or total_length) // (2 * size))
 
     def predicted_tokens(index: int) -> slice:
         """Response tokens that the positions of a chunk predict."""
+        # The last position of the prompt predicts the first token of the response.
         first = max(index * chunk, prompt_length - 1)
         last = min((index + 1) * chunk, total_length - 1)
         if first >= last:
@@ -302,6 +304,7 @@ def gather_slices(local: Layout, slices: ResponseSlices, ranks: Ranks) -> dict[s
             " of these sequences."
         )
     packed = local.packed()
+    # One table is one collective; float64 holds float32 and the masks without rounding.
     columns = [values.to(torch.float64) for values in packed.values()]
     table_L = torch.stack(columns, 1)
     table_N = ranks.over_context(slices.scatter(table_L))

@@ -72,6 +72,7 @@ def sde_step(
     t = _as_latent(time, sample)
     next_t = _as_latent(next_time, sample)
     delta = next_t - t
+    # At t = 1 the denominator would be 0; the ceiling keeps it above.
     variance_rate = noise_level**2 * t / (1 - t.clamp(max=ceiling))
     drift = velocity + variance_rate / (2 * t) * (sample + (1 - t) * velocity)
     return sample + drift * delta, (-variance_rate * delta).sqrt()
@@ -121,6 +122,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def _as_latent(time: float | Tensor, sample_BX: Tensor) -> Tensor:
+    # In the dtype of the sample: times [B] in float64 would make all results float64.
     t = torch.as_tensor(time, dtype=sample_BX.dtype, device=sample_BX.device)
     if t.dim() == 0:
         return t

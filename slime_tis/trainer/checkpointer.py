@@ -135,9 +135,11 @@ class Checkpointer:
         evaluates_alike = not changed(state.options, options, EVALUATION_OPTIONS)
         if state.first_accuracy is not None and evaluates_alike:
             self.evaluation.first_accuracy = state.first_accuracy
+        # A signal interrupted this evaluation, so its result is missing in the metrics.
         self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
         save = self.config.save
         resumes_there = save is not None and same_path(path.parent, save)
+        # The same position with an evaluation still due has to be saved again.
         if resumes_there and not self.evaluation.is_overdue:
             self.saved_step = state.step
         unfinished = []
@@ -145,6 +147,7 @@ class Checkpointer:
             unfinished.append([from_dict(row) for row in rows])
         sampler.resume_unfinished(unfinished)
         same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
+        # An asynchronous run samples with older weights; a bitwise resumption needs those.
         sampler_is_behind = state.sampler_weight_version != state.step
         if sampler_is_behind and same_engine and sampler.can_checkpoint_weights:
             sampler.load_weights(path, state.sampler_weight_version)
@@ -254,6 +257,7 @@ class Checkpointer:
         for group in position.unfinished:
             unfinished.append([to_dict(sample) for sample in group])
         first_accuracy: float | None = self.evaluation.first_accuracy
+        # JSON has no NaN.
         if math.isnan(self.evaluation.first_accuracy):
             first_accuracy = None
         budget = self.weights.learner.engine.token_budget

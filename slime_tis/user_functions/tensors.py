@@ -32,6 +32,7 @@ def call_custom_tis(
     """
     signature = USER_FUNCTIONS["custom_tis_function_path"]
     names = [*signature.keywords, *accepted(function, signature.optional)]
+    # Copies, because a function may change its arguments in place.
     copies = {name: _copy(value) for name, value in kwargs.items() if name in names}
     pg_loss: Tensor = copies["pg_loss"]
     origin = pg_loss.grad_fn

@@ -64,6 +64,7 @@ def affected(tokens: Tokens) -> Mask:
     If a fault changes some samples only, the others hide its pattern. All tokens are returned if
     fewer than MIN_CLEAN of the samples are clean, or if the age of the weights may explain which.
     """
+    # Samples of the newest weights have less mismatch without being free of the fault.
     if tokens.staleness is not None and len(np.unique(tokens.staleness)) > 1:
         return np.ones(len(tokens), bool)
     samples, index = np.unique(tokens.sample, return_inverse=True)
@@ -96,6 +97,7 @@ def _common_property(properties: Sequence[_Property], weight: Floats) -> str:
         properties: The properties that are compared.
         weight: [N] share of the mismatch.
     """
+    # Only a property of fewer tokens can have the required lift.
     best = ""
     smallest = COMMON / MIN_LIFT
     for each in properties:

@@ -109,6 +109,7 @@ def _size_in_words(train: Array, rollout: Array) -> str:
     p = np.exp(train)
     q = np.exp(rollout)
     d = train - rollout
+    # Rounding can make the sum of the likeliest slightly larger than 1.
     p_rest = np.maximum(1 - np.nansum(p, 1), REMAINING)
     q_rest = np.maximum(1 - np.nansum(q, 1), REMAINING)
     kl = float(np.mean(np.nansum(p * d, 1) + p_rest * np.log(p_rest / q_rest)))
@@ -174,6 +175,7 @@ def _truncation(d: Array) -> _Pattern | None:
 def _penalty(d: Array, came_before: Array) -> _Pattern | None:
     """Only tokens that came before differ."""
     is_new = np.isfinite(d) & ~came_before
+    # One reference token alone would be centered to 0.
     usable = is_new.sum(1) >= 2
     if not usable.any():
         return None
@@ -205,6 +207,7 @@ def _biases(token: Array, d: Array) -> Iterator[_Pattern]:
             totals[int(token_id)] = totals.get(int(token_id), 0.0) + float(size)
         largest = max(totals, key=lambda token_id: totals[token_id])
         chosen.append(largest)
+        # The remaining tokens become the reference, and the next candidate is looked for.
         is_other &= token != largest
         if (is_other.sum(1) < 2).any() or is_other.sum() < MIN_UNCHANGED:
             return

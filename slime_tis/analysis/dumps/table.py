@@ -298,6 +298,7 @@ class TokenTable:
         criteria = [
             table.metadata.get("criteria") for table in tables if table.rejected is not None
         ]
+        # A bit of `rejected` is an index into these names.
         if any(names != criteria[0] for names in criteria):
             raise ValueError(
                 "the tables have different rejection criteria; read them one at a time."
@@ -345,6 +346,7 @@ class TokenTable:
         workers = np.unique(self.rollout_worker)
         indices = [index for index in workers if worker_name(names, index) == name]
         mask = self.loss_mask * np.isin(self.rollout_worker, indices)
+        # A sample that another server finished keeps the tokens of this one.
         samples = np.flatnonzero(np.bincount(self.sample, mask, len(self)))
         return replace(self, loss_mask=mask.astype(np.uint8)).select(samples)
 
@@ -356,6 +358,7 @@ class TokenTable:
         """
         if self.tokens <= max_tokens:
             return self
+        # A fixed seed, so that every command on this dump sees the same samples.
         priority = np.random.default_rng(0).random(len(self))
         chosen = self.select(lowest_priorities(priority, self.response_length, max_tokens))
         size = self.metadata.get("sampled") or {"samples": len(self), "tokens": self.tokens}
@@ -380,6 +383,7 @@ def lowest_priorities(priority_S: Column, tokens_S: Column, max_tokens: int) -> 
     Together they have at most `max_tokens` tokens.
     """
     order = np.argsort(priority_S, kind="stable")
+    # int64, because the sum of a large dump's int32 lengths would overflow.
     within = np.cumsum(tokens_S[order], dtype=np.int64) <= max_tokens
     return np.sort(order[within])
 

@@ -53,6 +53,7 @@ def rollout_metrics(
     reward_parts = mean_parts(list(chain.from_iterable(successful)))
     for name, mean in reward_parts.items():
         metrics[f"reward/{name}"] = mean
+    # A run keeps its columns if one batch has only answers of one turn.
     if are_episodes or any(map(_is_episode, chain.from_iterable(groups))):
         metrics |= episode_metrics(rollouts, successful)
     return {f"rollout/{name}": value for name, value in metrics.items()}
@@ -112,6 +113,7 @@ def pass_rates(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
         counts.append((len(rewards), rewards.count(1.0)))
     largest = max((n for n, _ in counts), default=0)
     rates: dict[str, float] = {}
+    # math.comb(n − c, k) is 0 if fewer than k answers are wrong.
     k = 1
     while k <= largest:
         estimates: list[float] = []

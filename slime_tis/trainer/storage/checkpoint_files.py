@@ -151,6 +151,7 @@ def begin(checkpoint: Path) -> Path:
         raise FileExistsError(
             errno.EEXIST, "holds files that this program did not write", str(unfinished)
         )
+    # Nobody else may put a file into a checkpoint that is not checked yet.
     make_private(unfinished)
     return unfinished
 
@@ -158,6 +159,7 @@ def begin(checkpoint: Path) -> Path:
 def sweep(directory: Path) -> None:
     """Removes the unfinished and half-removed checkpoints of killed runs."""
     for left in directory.iterdir():
+        # A link may lead anywhere, so its target is never emptied.
         if LEFT_OVER.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
             discard(left)
 
@@ -181,6 +183,7 @@ def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
     if not checkpoint.exists():
         unfinished.rename(checkpoint)
         return
+    # One system call: at every moment a complete checkpoint has the final name.
     exchange(unfinished, checkpoint)
     _remove(unfinished)
 
@@ -195,6 +198,7 @@ def prune(newest: Path, run: str, retain: int) -> None:
     own = [path for path in before if run_of(path) == run]
     for old in own[: max(len(own) - (retain - 1), 0)]:
         if _is_own(old, run):
+            # Renamed first: a run that is killed meanwhile leaves nothing that looks complete.
             removed = old.with_name(f".{old.name}.removed")
             old.rename(removed)
             _remove(removed)
@@ -317,6 +321,7 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
 
 def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ValueError with both values if an option has changed that a resumed run must keep."""
+    # Some options are fixed only because of others.
     fixed = dict(FIXED_OPTIONS)
     if saved.get("rollout_shuffle"):
         fixed["rollout_seed"] = FIXED_OPTIONS["rollout_shuffle"]

@@ -44,6 +44,7 @@ def _gap(sample: Input, value: float, _: Sequence[Input]) -> Input:
 
 def _window(sample: Input, value: float, _: Sequence[Input]) -> Input:
     length = len(sample.tokens)
+    # A window that is longer than the sample changes nothing.
     if value >= length:
         return sample
     distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -58,6 +59,7 @@ def _neighbors(sample: Input, value: float, before: Sequence[Input]) -> Input:
 
 def _pack(sample: Input, value: float, before: Sequence[Input]) -> Input:
     """Attends to the samples before it in a pack of `value` samples."""
+    # Packs are filled in order, so only the earlier samples of the same pack are seen.
     earlier = len(before) % round(value)
     return _after(sample, before[len(before) - earlier :])
 
@@ -216,6 +218,7 @@ def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
         marks = prompt[torch.isin(prompt, special) & (prompt != (tokenizer.bos_token_id or -1))]
         if not len(marks):
             return prompt
+        # The first special token after BOS usually starts every message.
         starts = (prompt == marks[0]).nonzero()[:, 0]
         if len(starts) < 2:
             return prompt

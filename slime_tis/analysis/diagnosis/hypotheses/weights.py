@@ -49,6 +49,7 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
         config = json.loads((Path(directory) / "adapter_config.json").read_text())
         divisor = config["r"]
         if config.get("use_rslora"):
+            # Rank-stabilized LoRA divides by √r.
             divisor = math.sqrt(divisor)
         scale = config["lora_alpha"] / divisor
         tensors = load_file(Path(directory) / "adapter_model.safetensors")
@@ -101,6 +102,7 @@ def for_weights(
     """
     different = {}
     for name, weight in weights.items():
+        # Equal tensors would only cost time in every hypothesis below.
         if name in own and not torch.equal(own[name], weight):
             different[name] = weight
     if not different:
@@ -143,6 +145,7 @@ def _for_layers(path: str, different: Weights) -> dict[str, Hypothesis]:
         index = _layer(name)
         if index:
             layers.setdefault(int(index), {})[name] = weight
+    # With one changed layer this is the hypothesis on all changed weights.
     if len(layers) < 2:
         return {}
 
@@ -193,6 +196,7 @@ def _for_tied_output(path: str, own: Weights, different: Weights) -> dict[str, H
     """Returns the hypothesis that a tied output layer keeps other weights than the embedding."""
     embedding = next((name for name in different if "embed_tokens" in name), "")
     tied = own.get("lm_head.weight")
+    # transformers ties by sharing memory, so both names lead to the same data.
     if not embedding or tied is None or tied.data_ptr() != own[embedding].data_ptr():
         return {}
 
@@ -228,6 +232,7 @@ def for_tensors(
     for name in gradient.keys() & weights.keys():
         difference = weights[name].to(own[name]) - own[name]
         effect = float((gradient[name] * difference).sum())
+        # A negative inner product means that these values would increase the mismatch.
         if effect > 0:
             effects[name] = effect
     table: dict[str, Hypothesis] = {}
