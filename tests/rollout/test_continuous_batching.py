@@ -1,7 +1,9 @@
 """The scheduler against plain forward passes, for any order of arrival and size of its memory."""
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -319,6 +321,19 @@ def test_a_small_memory_of_several_slots_preempts(small_memory):
 
 def test_a_large_memory_preempts_nothing(small_memory):
     assert small_memory.large.counts["preempted"] == 0
+
+
+def test_the_memory_is_freed_without_the_garbage_collector(batching):
+    gc.disable()
+    try:
+        scheduler = batching("llama")
+        run_conversations(scheduler, range(2))
+        cache = weakref.ref(scheduler._cache)
+        keys = weakref.ref(scheduler._cache._layers[0].slot_keys)
+        del scheduler
+        assert (cache(), keys()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def generate_all(

@@ -444,6 +444,8 @@ class ContinuousBatching:
         positions_BT = ends_B1 - columns + torch.arange(columns, device=device)
         longest = max(lengths)
         window = Window(
+            all_slots=self._cache.slots,
+            capacity=self._cache.capacity,
             first=first,
             slots=len(fed),
             length=longest,
@@ -461,7 +463,7 @@ class ContinuousBatching:
             # any allowed token gives NaN.
             positions_BT = positions_BT.clamp(min=0)
             window.position_T = positions_BT[window.row_T, window.column_T]
-        self._cache.window = window
+        self._cache.begin(window)
         allowed = torch.arange(window.keys, device=device) <= positions_BT[:, :, None]
         mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=device)
         mask.masked_fill_(~allowed, -torch.inf)

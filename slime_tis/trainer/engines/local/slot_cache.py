@@ -95,6 +95,10 @@ class Slot:
 class Window:
     """The slots of a forward pass, and token positions within it."""
 
+    all_slots: int
+    """Number of slots in the cache."""
+    capacity: int
+    """Size of a slot, in tokens."""
     first: int
     slots: int
     """Number of contiguous slots, the rows of the pass."""
@@ -118,12 +122,12 @@ class SlotTensor:
         self._dtype = dtype
         self._data: Tensor | None = None
 
-    def write(self, window: Window, states: Tensor, slots: int, capacity: int) -> None:
-        """Writes a pass's states [rows, …, columns, …] into `slots` slots of `capacity` tokens."""
+    def write(self, window: Window, states: Tensor) -> None:
+        """Writes a pass's states [rows, …, columns, …]."""
         if self._data is None:
             shape = list(states.shape)
-            shape[0] = slots
-            shape[self._token_dim] = capacity
+            shape[0] = window.all_slots
+            shape[self._token_dim] = window.capacity
             # Attention multiplies masked values by 0, and uninitialized memory may contain NaN.
             self._data = states.new_zeros(shape, dtype=self._dtype)
         if window.row_T is None:
@@ -164,27 +168,27 @@ class SlotTensor:
 class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """Keys and values of one layer in slots."""
 
-    def __init__(self, cache: SlotCache) -> None:
+    window: Window
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self._cache = cache
-        self.slot_keys = SlotTensor(token_dim=2, dtype=cache.dtype)
-        self.slot_values = SlotTensor(token_dim=2, dtype=cache.dtype)
+        self.slot_keys = SlotTensor(token_dim=2, dtype=dtype)
+        self.slot_values = SlotTensor(token_dim=2, dtype=dtype)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes states [rows, heads, tokens, head_dim] into slots, and returns these slots."""
-        cache = self._cache
-        window = cache.window
-        self.slot_keys.write(window, key_states, cache.slots, cache.capacity)
-        self.slot_values.write(window, value_states, cache.slots, cache.capacity)
+        window = self.window
+        self.slot_keys.write(window, key_states)
+        self.slot_values.write(window, value_states)
         keys = self.slot_keys.read(window.first, window.slots, window.keys)
         values = self.slot_values.read(window.first, window.slots, window.keys)
         return keys, values
 
     def get_seq_length(self) -> int:
         """Tokens of the longest sequence."""
-        return self._cache.window.length
+        return self.window.length
 
 
 class SlotCache:
@@ -197,15 +201,22 @@ class SlotCache:
     ) -> None:
         """`dtype` of keys and values; None for the model's."""
         self.slots = 0
-        self.dtype = dtype
         self.capacity = 0
         """Size of a slot, in tokens."""
         self._device = device
-        self._layers = [SlotLayer(self) for _ in DynamicCache(config=config).layers]
+        self._layers = [SlotLayer(dtype) for _ in DynamicCache(config=config).layers]
         self._experts = SlotTensor(token_dim=1)
         self._weights = SlotTensor(token_dim=1)
         self.states = DynamicCache(config=config)
         self.states.layers = self._layers
+
+    def begin(self, window: Window) -> None:
+        """Sets the slots of the next forward pass."""
+        self.window = window
+        # Every layer has the window instead of a reference to the cache. Such a cycle would keep
+        # all keys and values in memory until Python's garbage collector runs, many rollouts later.
+        for layer in self._layers:
+            layer.window = window
 
     def resize(self, slots: int, capacity: int) -> None:
         """Changes the number of slots and their size in tokens, and keeps the tokens that fit."""
@@ -224,8 +235,8 @@ class SlotCache:
     def write_routing(self, routing: Routing) -> None:
         """Stores the routing [rows, columns, layers, k] of the window's pass."""
         experts, weights = routing
-        self._experts.write(self.window, experts, self.slots, self.capacity)
-        self._weights.write(self.window, weights, self.slots, self.capacity)
+        self._experts.write(self.window, experts)
+        self._weights.write(self.window, weights)
 
     def routing(self, slot: int, length: int) -> Routing:
         """Copies the routing [length, layers, k] of the first tokens of a slot."""
