@@ -167,15 +167,23 @@ def test_a_sampler_setting_is_named_without_scoring_again(
     ("name", "words"),
     [
         pytest.param(
-            "embedding.word_embeddings.weight", "hidden states of the embedding are", id="embedding"
+            "embedding.word_embeddings.weight",
+            "embedding: transformers and training",
+            id="embedding",
         ),
         pytest.param(
-            "decoder.layers.1.mlp.linear_fc1.weight", "hidden states after layer 1 of 2", id="layer"
+            "decoder.layers.1.mlp.linear_fc1.weight",
+            "The largest own difference is that of up projection of layer 1",
+            id="layer",
         ),
-        pytest.param("decoder.final_layernorm.weight", "All hidden states agree", id="final norm"),
+        pytest.param(
+            "decoder.final_layernorm.weight",
+            "The largest own difference is that of final norm",
+            id="final norm",
+        ),
     ],
 )
-def test_the_first_different_layer_of_training_is_named(run, name, words, monkeypatch, capsys):
+def test_the_operation_of_training_that_differs_is_named(run, name, words, monkeypatch, capsys):
     load = TrainingEngine._load_weights
 
     def wrong(engine, keep_reference):
@@ -186,7 +194,8 @@ def test_the_first_different_layer_of_training_is_named(run, name, words, monkey
 
     monkeypatch.setattr(TrainingEngine, "_load_weights", wrong)
     run("--num-rollout", "1", "--rollout-precision", "fp32", name="wrong")
-    assert words in " ".join(capsys.readouterr().err.split())
+    message = capsys.readouterr().err
+    assert words in " ".join(message.split())
 
 
 def test_the_wrong_one_of_four_servers_is_named(run, monkeypatch, capsys):

@@ -62,7 +62,14 @@ LAYERS = (
         "slime_tis.trainer.agents",
     ),
     ("slime_tis.trainer.rewards", "slime_tis.trainer.rollout"),
+    ("slime_tis.parity",),  # also compares operations for messages of a run
     ("slime_tis.trainer.megatron",),
+    (
+        "slime_tis.parity.local_execution",
+        "slime_tis.parity.shared_kernels",
+        "slime_tis.parity.training_execution",
+        "slime_tis.parity.training_sites",
+    ),
     ("slime_tis.trainer.train_dump",),
     ("slime_tis.trainer.step_inputs",),
     ("slime_tis.trainer.token_gradients", "slime_tis.trainer.on_policy_gate"),
@@ -74,7 +81,6 @@ LAYERS = (
     ("slime_tis.trainer.port", "slime_tis.trainer.setup"),
     ("slime_tis.trainer.train", "slime_tis.trainer.exits"),
     ("slime_tis.trainer.training_command",),
-    ("slime_tis.parity",),
     ("slime_tis.demo", "slime_tis.shell_completion"),
     ("slime_tis.main",),
     ("slime_tis.__main__",),

@@ -71,7 +71,7 @@ def test_one_ulp_in_one_weight_stops_the_run(task, tmp_path, monkeypatch, capsys
     assert train(flags) == 1
     message = capsys.readouterr().err
     assert "--true-on-policy: step 2 was not made" in message
-    assert "first operation that differs is the norm before attention of layer 1" in message
+    assert "In one pass over this sample, norm before attention of layer 1: rollout and" in message
     assert "--reference local --other training --true-on-policy` compares" in message
 
 

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.parity.recording import EMBEDDING, FINAL_NORM, HEAD, LAYER_END, Place, Recording
+from slime_tis.parity.recording import EMBEDDING, FINAL_NORM, HEAD, LAYER_END, Operation, Recording
 from slime_tis.parity.samples import Samples
 
 KL_ROWS = 16
 """Tokens whose complete distributions are compared at once, which bounds the memory."""
 LARGER = 16.0
-"""Ratio from which a later operation's own error is named in addition to the first one."""
+"""Ratio to the first difference above which a later operation's own error is named, too."""
 ROUNDING = 8.0
-"""Steps of the coarser data type at 1 that rounding explains, in proportion to the largest
-value."""
+"""Largest own error that rounding explains, in steps of the coarser data type at 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +71,28 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationDifference:
-    """The difference of one operation's results."""
+    """How the results of one operation differ."""
 
-    place: Place
+    operation: Operation
     difference: Difference
     own: Difference | None = None
     """The difference if both executions get the reference's inputs; None if that was not run."""
     dtypes: tuple[str, str]
     """Data types of both results."""
+
+    @property
+    def own_error(self) -> float:
+        """The own difference relative to the largest value, infinity for NaN; 0 if not measured."""
+        if self.own is None:
+            return 0.0
+        relative = self.own.relative
+        return math.inf if math.isnan(relative) else relative
+
+    @property
+    def rounding(self) -> float:
+        """Largest own error that the coarser data type explains."""
+        steps = [torch.finfo(getattr(torch, dtype)).eps for dtype in self.dtypes]
+        return ROUNDING * max(steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,33 +122,38 @@ class Comparison:
     @property
     def first(self) -> OperationDifference | None:
         """The first operation that differs."""
-        for operation in self.operations:
-            if not operation.difference.is_equal:
-                return operation
+        for row in self.operations:
+            if not row.difference.is_equal:
+                return row
         return None
 
     @property
-    def largest_own(self) -> OperationDifference | None:
-        """The operation with the largest own error in proportion to its result."""
+    def largest_fault(self) -> OperationDifference | None:
+        """The operation with the largest own error; None if rounding explains all own errors."""
         largest = None
-        for operation in self.operations:
-            if operation.own is None or operation.own.is_equal:
+        for row in self.operations:
+            if row.own_error <= row.rounding:
                 continue
-            if largest is None or not _size(operation) <= _size(largest):
-                largest = operation
+            if largest is None or row.own_error > largest.own_error:
+                largest = row
         return largest
 
     @property
-    def larger(self) -> OperationDifference | None:
-        """A later operation whose own error is far larger than the first one's; None without."""
+    def later_fault(self) -> OperationDifference | None:
+        """`largest_fault` if it comes after `first` and is far larger, else None."""
         first = self.first
-        largest = self.largest_own
-        if first is None or largest is None or largest.place == first.place:
+        largest = self.largest_fault
+        if first is None or largest is None or largest.operation == first.operation:
             return None
-        steps = [torch.finfo(getattr(torch, dtype)).eps for dtype in largest.dtypes]
-        if _size(largest) <= max(LARGER * first.difference.relative, ROUNDING * max(steps)):
+        if largest.own_error <= LARGER * first.difference.relative:
             return None
         return largest
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether own differences were measured, and rounding explains all of them."""
+        first = self.first
+        return first is not None and first.own is not None and self.largest_fault is None
 
     @property
     def is_equal(self) -> bool:
@@ -146,20 +164,13 @@ class Comparison:
     def hidden_states(self) -> list[OperationDifference]:
         """Embedding, ends of layers, final norm and output layer."""
         outside = (EMBEDDING, FINAL_NORM, HEAD, LAYER_END)
-        return [row for row in self.operations if row.place.operation in outside]
+        return [row for row in self.operations if row.operation.name in outside]
 
     def within(self, layer: int | None) -> list[OperationDifference]:
         """Operations of one layer; None: of none."""
         if layer is None:
             return []
-        return [row for row in self.operations if row.place.layer == layer]
-
-
-def _size(operation: OperationDifference) -> float:
-    """An own error in proportion to the result; infinity for NaN."""
-    assert operation.own is not None
-    relative = operation.own.relative
-    return math.inf if math.isnan(relative) else relative
+        return [row for row in self.operations if row.operation.layer == layer]
 
 
 def compare(
@@ -170,43 +181,44 @@ def compare(
     Args:
         reference: The execution that is taken as right.
         other: The other execution.
-        isolated: The other execution, each of whose operations got the reference's inputs.
+        isolated: The other execution, each of whose operations got the reference's inputs; None if
+            that was not run.
         samples: The tokens of all three.
     """
-    operations = []
-    shared = [place for place in reference.places if place in other.places]
-    for place in sorted(shared, key=lambda place: place.order):
-        difference = _place_difference(reference, other, place)
+    rows = []
+    shared = [operation for operation in reference.results if operation in other.results]
+    for operation in sorted(shared, key=lambda operation: operation.order):
+        difference = _operation_difference(reference, other, operation)
         if difference is None:
             continue
         own = None
-        if isolated is not None and place in isolated.places:
-            own = _place_difference(reference, isolated, place)
-        dtypes = []
-        for recording in (reference, other):
-            dtypes.append(_dtype_name(recording.places[place].values_TF.dtype))
-        operations.append(
-            OperationDifference(
-                place=place, difference=difference, own=own, dtypes=(dtypes[0], dtypes[1])
-            )
+        if isolated is not None and operation in isolated.results:
+            own = _operation_difference(reference, isolated, operation)
+        row = OperationDifference(
+            operation=operation,
+            difference=difference,
+            own=own,
+            dtypes=(_dtype_name(reference, operation), _dtype_name(other, operation)),
         )
+        rows.append(row)
     return Comparison(
         reference=reference,
         other=other,
         samples=samples,
         log_probs=_log_probs(reference, other),
-        operations=operations,
+        operations=rows,
     )
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _dtype_name(recording: Recording, operation: Operation) -> str:
+    dtype = recording.results[operation].values_TF.dtype
     return str(dtype).removeprefix("torch.")
 
 
-def _place_difference(a: Recording, b: Recording, place: Place) -> Difference | None:
+def _operation_difference(a: Recording, b: Recording, operation: Operation) -> Difference | None:
     """Compares results of one operation; None if they have other sizes or no common token."""
-    first = a.places[place]
-    second = b.places[place]
+    first = a.results[operation]
+    second = b.results[operation]
     if first.values_TF.shape != second.values_TF.shape:
         return None
     is_common_T = first.is_recorded_T & second.is_recorded_T
@@ -272,11 +284,11 @@ def _kl(reference: Recording, other: Recording) -> Tensor | None:
 
     KL(p‖q) = Σ_v p_v (log p_v − log q_v)
     """
-    place = Place(HEAD)
-    if place not in reference.places or place not in other.places:
+    operation = Operation(HEAD)
+    if operation not in reference.results or operation not in other.results:
         return None
-    first = reference.places[place]
-    second = other.places[place]
+    first = reference.results[operation]
+    second = other.results[operation]
     is_common_T = first.is_recorded_T & second.is_recorded_T
     if first.values_TF.shape != second.values_TF.shape or not is_common_T.any():
         return None

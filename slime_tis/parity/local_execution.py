@@ -105,7 +105,7 @@ def opened(side: Side) -> Iterator[Record]:
         return Recording(
             name=side.execution,
             precision=side.precision,
-            places=recorder.places,
+            results=recorder.results,
             log_probs_T=log_probs_T,
             is_scored_T=is_scored_T,
             shapes=recorder.shapes,

@@ -73,9 +73,9 @@ def _figures(comparison: Comparison) -> list[go.Figure]:
     figures = []
     operations = comparison.operations
     if operations:
-        relative = {row.place: row.difference.relative for row in operations}
+        relative = {row.operation: row.difference.relative for row in operations}
         figures.append(_heat_map("Difference, max |Δ| / max |reference|", operations, relative))
-    own = {row.place: row.own.relative for row in operations if row.own is not None}
+    own = {row.operation: row.own.relative for row in operations if row.own is not None}
     if own:
         figures.append(_heat_map("Own difference, with the reference's inputs", operations, own))
     figures.append(_log_probs(comparison))
@@ -87,15 +87,15 @@ def _heat_map(
 ) -> go.Figure:
     """Operations (rows) by layers (columns); the color is log10 of the relative difference."""
     order = (EMBEDDING, *IN_A_LAYER, FINAL_NORM, HEAD)
-    present = {row.place.operation for row in operations}
+    present = {row.operation.name for row in operations}
     names = [name for name in order if name in present]
-    numbers = sorted({row.place.layer for row in operations if row.place.layer is not None})
+    numbers = sorted({row.operation.layer for row in operations if row.operation.layer is not None})
     columns = [f"layer {number}" for number in numbers] or [""]
     colors: list[list[float | None]] = [[None] * len(columns) for _ in names]
     texts = [[""] * len(columns) for _ in names]
-    for place, value in relative.items():
-        row = names.index(place.operation)
-        column = 0 if place.layer is None else numbers.index(place.layer)
+    for operation, value in relative.items():
+        row = names.index(operation.name)
+        column = 0 if operation.layer is None else numbers.index(operation.layer)
         # NaN and infinity have the color of the largest difference.
         exponent = 0.0
         if value == 0:
@@ -129,7 +129,7 @@ def _log_probs(comparison: Comparison) -> go.Figure:
     sizes = []
     for token in (reference.is_scored_T & other.is_scored_T).nonzero().squeeze(1).tolist():
         size = float((reference.log_probs_T[token] - other.log_probs_T[token]).abs())
-        _, position = comparison.samples.place_of(token)
+        _, position = comparison.samples.position_of(token)
         positions.append(position)
         # A logarithmic axis has no 0.
         sizes.append(size if size > 0 else None)
@@ -161,7 +161,7 @@ def _table(operations: Sequence[OperationDifference]) -> str:
     for row in operations:
         cells.append("<tr>")
         _name, *values = row_cells(row)
-        for value in (str(row.place), *values):
+        for value in (str(row.operation), *values):
             cells.append(f"<td>{html.escape(value)}</td>")
         cells.append("</tr>")
     return f'<div class="scroll"><table>{"".join(cells)}</table></div>'

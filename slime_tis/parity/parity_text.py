@@ -6,7 +6,7 @@ from typing import Any
 
 from slime_tis.parity.comparison import Comparison, Difference, OperationDifference
 from slime_tis.parity.executions import EXECUTIONS
-from slime_tis.parity.recording import HEAD, Recording
+from slime_tis.parity.recording import HEAD, LAYER_END, Recording
 
 SHOWN_SHAPES = 4
 """Shapes of passes that are listed."""
@@ -15,7 +15,7 @@ COLUMNS = ("", "differ", "max |Δ|", "relative", "bits", "own |Δ|", "dtypes")
 
 
 def sentence(comparison: Comparison) -> str:
-    """Returns the result in one sentence, or two if a later error is far larger."""
+    """Returns the result in one sentence, with a second one on the sizes of own differences."""
     names = f"{comparison.reference.name} and {comparison.other.name}"
     precision = _precisions(comparison)
     log_probs = comparison.log_probs
@@ -29,16 +29,18 @@ def sentence(comparison: Comparison) -> str:
         return _without_operation(comparison, names, precision)
     difference = first.difference
     text = (
-        f"{first.place}: {names} differ in {precision}, {_largest(difference)}"
-        f" ({difference.share:.2%} of its values). No recorded operation before it differs,"
-        f" {_cause(first)}"
+        f"{first.operation}: {names} differ in {precision}, {_largest(difference)}"
+        f" ({difference.share:.2%} of its values). No recorded operation before it differs"
+        f"{_cause(first)}."
     )
-    larger = comparison.larger
-    if larger is not None and larger.own is not None:
+    fault = comparison.later_fault
+    if fault is not None and fault.own is not None:
         text += (
-            f" The largest own difference is that of {larger.place}: {_largest(larger.own)},"
-            f" {_relative(larger.own)} of its size."
+            f" The largest own difference is that of {fault.operation}: {_largest(fault.own)},"
+            f" {_relative(fault.own)} of its size."
         )
+    if comparison.is_rounding:
+        text += " Rounding explains the own differences of all operations."
     if log_probs.difference.is_equal and log_probs.tokens:
         text += " All log-probs are equal."
     return text
@@ -54,7 +56,7 @@ def _without_operation(comparison: Comparison, names: str, precision: str) -> st
     )
     if not comparison.operations:
         return f"{text} The operation is unknown, because one side reveals no hidden states."
-    if comparison.operations[-1].place.operation == HEAD:
+    if comparison.operations[-1].operation.name == HEAD:
         return f"{text} All operations up to the logits are equal: the log-softmax differs."
     return f"{text} All recorded operations are equal: the output layer or log-softmax differs."
 
@@ -75,16 +77,16 @@ def _relative(difference: Difference) -> str:
     return f"{difference.relative:.2g}"
 
 
-def _cause(operation: OperationDifference) -> str:
-    """Whether the first difference is the operation's own."""
-    if operation.own is None:
-        return "and its own difference was not measured."
-    if operation.own.is_equal:
+def _cause(row: OperationDifference) -> str:
+    """Whether the first difference is the operation's own; empty if that was not measured."""
+    if row.own is None:
+        return ""
+    if row.own.is_equal:
         return (
-            "but in another run, with the reference's inputs, it is equal: the execution does not"
-            " repeat its results, or an operation that is not recorded differs."
+            ", but in another run, with the reference's inputs, it is equal: the execution does not"
+            " repeat its results, or an operation that is not recorded differs"
         )
-    return "and with the reference's inputs it still differs: the difference is its own."
+    return ", and with the reference's inputs it still differs: the difference is its own"
 
 
 def text(comparison: Comparison) -> str:
@@ -93,12 +95,11 @@ def text(comparison: Comparison) -> str:
     rows = comparison.hidden_states
     if rows:
         blocks.append(table("hidden states", rows))
-    shown: list[int] = []
-    for operation in (comparison.first, comparison.larger):
-        if operation is not None and operation.place.layer not in (None, *shown):
-            assert operation.place.layer is not None
-            shown.append(operation.place.layer)
-    for layer in shown:
+    shown = set()
+    for row in (comparison.first, comparison.later_fault):
+        if row is not None and row.operation.layer is not None:
+            shown.add(row.operation.layer)
+    for layer in sorted(shown):
         blocks.append(table(f"layer {layer}", comparison.within(layer)))
     return "\n\n".join(blocks)
 
@@ -116,7 +117,7 @@ def facts(comparison: Comparison) -> list[str]:
     line = f"log-probs  {differing.differing} of {log_probs.tokens} tokens differ"
     if not differing.is_equal:
         assert differing.token is not None
-        sample, position = samples.place_of(differing.token)
+        sample, position = samples.position_of(differing.token)
         line += (
             f", mean abs(Δ) {log_probs.mean:.2g}, max {differing.largest:.2g} nats, first: sample"
             f" {sample}, position {position}"
@@ -151,17 +152,17 @@ def _shapes(recording: Recording) -> str:
 def table(title: str, rows: Sequence[OperationDifference]) -> str:
     """Returns a table of operations as lines of text."""
     cells: list[tuple[str, ...]] = [(title, *COLUMNS[1:])]
-    for operation in rows:
-        cells.append(row_cells(operation))
+    for row in rows:
+        cells.append(row_cells(row))
     widths = []
     for column in range(len(COLUMNS)):
-        widths.append(max(len(row[column]) for row in cells))
+        widths.append(max(len(texts[column]) for texts in cells))
     lines = []
-    for row in cells:
-        parts = [row[0].ljust(widths[0])]
+    for texts in cells:
+        aligned = [texts[0].ljust(widths[0])]
         for column in range(1, len(COLUMNS)):
-            parts.append(row[column].rjust(widths[column]))
-        lines.append("  ".join(parts).rstrip())
+            aligned.append(texts[column].rjust(widths[column]))
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
 
@@ -171,11 +172,10 @@ def row_cells(row: OperationDifference) -> tuple[str, ...]:
     own = "–"
     if row.own is not None:
         own = "equal" if row.own.is_equal else f"{row.own.largest:.2g}"
-    name = str(row.place)
-    if row.place.layer is not None and row.place.operation != "residual after MLP":
-        name = row.place.operation
-    elif row.place.layer is not None:
-        name = f"layer {row.place.layer}"
+    # The end of a layer stands for the layer, also among the hidden states.
+    name = row.operation.name
+    if name == LAYER_END:
+        name = f"layer {row.operation.layer}"
     dtype, other_dtype = row.dtypes
     dtypes = dtype if dtype == other_dtype else f"{dtype}, {other_dtype}"
     if difference.is_equal:
@@ -195,7 +195,17 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     """Returns the comparison as JSON values; numbers that are not finite become text."""
     log_probs = comparison.log_probs
     first = comparison.first
-    larger = comparison.larger
+    fault = comparison.later_fault
+    operations = []
+    for row in comparison.operations:
+        operations.append(
+            {
+                **_operation_json(row),
+                "dtypes": list(row.dtypes),
+                **_difference_json(comparison, row.difference),
+                "own": None if row.own is None else _difference_json(comparison, row.own),
+            }
+        )
     return {
         "sentence": sentence(comparison),
         "is_equal": comparison.is_equal,
@@ -210,22 +220,14 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             "kl_max": _number(log_probs.kl_max),
             **_difference_json(comparison, log_probs.difference),
         },
-        "first": None if first is None else _place_json(first),
-        "largest_own": None if larger is None else _place_json(larger),
-        "operations": [
-            {
-                **_place_json(row),
-                "dtypes": list(row.dtypes),
-                **_difference_json(comparison, row.difference),
-                "own": None if row.own is None else _difference_json(comparison, row.own),
-            }
-            for row in comparison.operations
-        ],
+        "first": None if first is None else _operation_json(first),
+        "largest_own": None if fault is None else _operation_json(fault),
+        "operations": operations,
     }
 
 
-def _place_json(operation: OperationDifference) -> dict[str, Any]:
-    return {"operation": operation.place.operation, "layer": operation.place.layer}
+def _operation_json(row: OperationDifference) -> dict[str, Any]:
+    return {"operation": row.operation.name, "layer": row.operation.layer}
 
 
 def _side_json(recording: Recording) -> dict[str, Any]:
@@ -238,7 +240,7 @@ def _side_json(recording: Recording) -> dict[str, Any]:
 def _difference_json(comparison: Comparison, difference: Difference) -> dict[str, Any]:
     first = None
     if difference.token is not None:
-        sample, position = comparison.samples.place_of(difference.token)
+        sample, position = comparison.samples.position_of(difference.token)
         first = {"sample": sample, "position": position}
     return {
         "values": difference.values,

@@ -47,26 +47,27 @@ HEAD = "output layer"
 LAYER_END = IN_A_LAYER[-1]
 
 
-class Place(NamedTuple):
+class Operation(NamedTuple):
     """An operation of a model."""
 
-    operation: str
+    name: str
+    """`EMBEDDING`, one of `IN_A_LAYER`, `FINAL_NORM` or `HEAD`."""
     layer: int | None = None
     """Number from 0; None outside the layers."""
 
     def __str__(self) -> str:
         if self.layer is None:
-            return self.operation
-        return f"{self.operation} of layer {self.layer}"
+            return self.name
+        return f"{self.name} of layer {self.layer}"
 
     @property
     def order(self) -> tuple[float, int]:
-        """Sorts places by the order of computation."""
+        """Sorts operations by the order of computation."""
         if self.layer is not None:
-            return self.layer, IN_A_LAYER.index(self.operation)
-        if self.operation == EMBEDDING:
+            return self.layer, IN_A_LAYER.index(self.name)
+        if self.name == EMBEDDING:
             return -1, 0
-        return float("inf"), (FINAL_NORM, HEAD).index(self.operation)
+        return float("inf"), (FINAL_NORM, HEAD).index(self.name)
 
 
 class Rows(NamedTuple):
@@ -81,8 +82,8 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Values:
-    """Results of one operation."""
+class Result:
+    """What one operation computed for every token."""
 
     values_TF: Tensor
     is_recorded_T: Tensor
@@ -96,7 +97,7 @@ class Recording:
     name: str
     """The execution, for example `decode`."""
     precision: str
-    places: dict[Place, Values] = field(default_factory=dict)
+    results: dict[Operation, Result] = field(default_factory=dict)
     log_probs_T: Tensor
     """float32; NaN also for tokens without one."""
     is_scored_T: Tensor
@@ -111,8 +112,8 @@ class Recorder:
     def __init__(self, total: int, substitutes: Recording | None = None) -> None:
         """`total` is the number of packed tokens."""
         self.total = total
-        self.substitutes = {} if substitutes is None else substitutes.places
-        self.places: dict[Place, Values] = {}
+        self.substitutes = {} if substitutes is None else substitutes.results
+        self.results: dict[Operation, Result] = {}
         self.shapes: dict[tuple[int, int], int] = {}
         self.rows: Rows | None = None
         """The tokens of the running pass; None records nothing."""
@@ -125,45 +126,45 @@ class Recorder:
         self.head_rows = head_rows or rows
         self.shapes[rows.shape] = self.shapes.get(rows.shape, 0) + 1
 
-    def take(self, place: Place, result: Tensor) -> Tensor | None:
-        """Copies a result [sequences, columns, …] of the running pass.
+    def take(self, operation: Operation, output: Tensor) -> Tensor | None:
+        """Copies the output [sequences, columns, …] of an operation in the running pass.
 
         Returns:
-            The result to use instead; None keeps it.
+            The output to use instead; None keeps it.
         """
-        rows = self.head_rows if place.operation == HEAD else self.rows
+        rows = self.head_rows if operation.name == HEAD else self.rows
         if rows is None:
             return None
-        result_rows = result.detach().reshape(rows.shape[0] * rows.shape[1], -1)
-        values = self.places.get(place)
-        if values is None:
-            values = Values(
-                torch.zeros(self.total, result_rows.shape[1], dtype=result.dtype),
+        output_rows = output.detach().reshape(rows.shape[0] * rows.shape[1], -1)
+        result = self.results.get(operation)
+        if result is None:
+            result = Result(
+                torch.zeros(self.total, output_rows.shape[1], dtype=output.dtype),
                 torch.zeros(self.total, dtype=torch.bool),
             )
-            self.places[place] = values
-        values.values_TF[rows.token_N] = result_rows[rows.row_N].cpu()
-        values.is_recorded_T[rows.token_N] = True
-        substitute = self.substitutes.get(place)
-        if substitute is None or substitute.values_TF.shape[1] != result_rows.shape[1]:
+            self.results[operation] = result
+        result.values_TF[rows.token_N] = output_rows[rows.row_N].cpu()
+        result.is_recorded_T[rows.token_N] = True
+        substitute = self.substitutes.get(operation)
+        if substitute is None or substitute.values_TF.shape[1] != output_rows.shape[1]:
             return None
-        known_N = substitute.is_recorded_T[rows.token_N]
-        replaced_rows = result_rows.clone()
-        tokens_N = rows.token_N[known_N]
-        replaced_rows[rows.row_N[known_N]] = substitute.values_TF[tokens_N].to(replaced_rows)
-        return replaced_rows.reshape(result.shape)
+        is_replaced_N = substitute.is_recorded_T[rows.token_N]
+        replaced_rows = output_rows.clone()
+        tokens_N = rows.token_N[is_replaced_N]
+        replaced_rows[rows.row_N[is_replaced_N]] = substitute.values_TF[tokens_N].to(replaced_rows)
+        return replaced_rows.reshape(output.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A module whose output or input has the results of one or several operations."""
+    """A module whose output or first input has the results of some operations."""
 
     module: nn.Module
-    places: tuple[Place, ...]
+    operations: tuple[Operation, ...]
     is_input: bool = False
     """Whether the module's first input is the result."""
     split: Callable[[Tensor], Sequence[Tensor]] = lambda value: [value]
-    """Returns one result per place."""
+    """Returns one result per operation."""
     join: Callable[[Sequence[Tensor], Tensor], Tensor] = lambda parts, value: parts[0]
     """The inverse: (results, a tensor of the wanted shape) → the module's value."""
 
@@ -185,8 +186,8 @@ def _observed(site: Site, recorder: Recorder, value: Tensor) -> Tensor | None:
     """Records a module's value; returns the value to use instead, or None."""
     parts = list(site.split(value))
     is_replaced = False
-    for index, place in enumerate(site.places):
-        replaced = recorder.take(place, parts[index])
+    for index, operation in enumerate(site.operations):
+        replaced = recorder.take(operation, parts[index])
         if replaced is not None:
             parts[index] = replaced
             is_replaced = True

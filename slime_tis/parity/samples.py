@@ -44,7 +44,7 @@ class Samples:
             start += len(tokens)
         return starts
 
-    def place_of(self, token: int) -> tuple[int, int]:
+    def position_of(self, token: int) -> tuple[int, int]:
         """Returns the sample of a packed token, and the token's position in it."""
         sample = 0
         for index, start in enumerate(self.starts):

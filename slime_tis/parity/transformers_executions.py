@@ -13,7 +13,7 @@ from slime_tis.errors import quoted_path
 from slime_tis.hf_model import load_causal_lm
 from slime_tis.parity.checkpoint import read_config
 from slime_tis.parity.executions import Record, Side
-from slime_tis.parity.recording import HEAD, Place, Recorder, Recording, Rows
+from slime_tis.parity.recording import HEAD, Operation, Recorder, Recording, Rows
 from slime_tis.parity.samples import Samples
 from slime_tis.parity.transformers_sites import recorded
 from slime_tis.trainer.engines.local.token_sampling import log_softmax
@@ -61,11 +61,11 @@ def execution(model: Any, side: Side) -> Record:
         recorder = Recorder(samples.total, substitutes)
         with recorded(model, recorder):
             run(model, samples, recorder)
-        logits = recorder.places[Place(HEAD)]
+        logits = recorder.results[Operation(HEAD)]
         return Recording(
             name=side.execution,
             precision=side.precision,
-            places=recorder.places,
+            results=recorder.results,
             log_probs_T=token_log_probs(logits.values_TF, samples),
             is_scored_T=samples.predicted,
             shapes=recorder.shapes,

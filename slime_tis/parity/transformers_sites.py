@@ -16,7 +16,7 @@ from slime_tis.parity.recording import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    Place,
+    Operation,
     Recorder,
     Site,
     hooked,
@@ -69,9 +69,9 @@ def recorded(model: Any, recorder: Recorder) -> Iterator[None]:
         (getattr(model.base_model, "norm", None), FINAL_NORM),
         (model.get_output_embeddings(), HEAD),
     ]
-    for module, operation in named:
+    for module, name in named:
         if module is not None:
-            sites.append(Site(module=module, places=(Place(operation),)))
+            sites.append(Site(module=module, operations=(Operation(name),)))
     with ExitStack() as stack:
         for number, layer in enumerate(layers_of(model)):
             sites += _layer_sites(layer, number)
@@ -97,12 +97,12 @@ def _layer_sites(layer: nn.Module, number: int) -> list[Site]:
     # A dense MLP's output is its down projection's.
     is_dense = _submodule(layer, "mlp.down_proj") is not None
     for table, is_input in ((INPUTS, True), (OUTPUTS, False)):
-        for path, operation in table.items():
+        for path, name in table.items():
             module = _submodule(layer, path)
-            if module is None or (operation == "MLP" and is_dense):
+            if module is None or (name == "MLP" and is_dense):
                 continue
-            place = Place(operation, number)
-            sites.append(Site(module=module, places=(place,), is_input=is_input))
+            operations = (Operation(name, number),)
+            sites.append(Site(module=module, operations=operations, is_input=is_input))
     return sites
 
 
@@ -113,10 +113,10 @@ def _router_hook(number: int, recorder: Recorder) -> Callable[..., Any]:
         if not isinstance(output, tuple) or len(output) != 3:
             return None
         logits, weights, experts = output
-        recorder.take(Place("router logits", number), logits)
+        recorder.take(Operation("router logits", number), logits)
         weights_TE = torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device)
         weights_TE.scatter_(1, experts, weights)
-        replaced_TE = recorder.take(Place("router", number), weights_TE)
+        replaced_TE = recorder.take(Operation("router", number), weights_TE)
         if replaced_TE is None:
             return None
         chosen = replaced_TE.topk(experts.shape[1], dim=-1)
@@ -146,10 +146,10 @@ def _recorded_rope(model: Any, recorder: Recorder) -> Iterator[None]:
         assert original is not None  # the function is replaced only if there is one
         rotated = []
         outputs = original(query, key, *args, **kwargs)
-        for operation, output in zip(("query rope", "key rope"), outputs, strict=True):
+        for name, output in zip(("query rope", "key rope"), outputs, strict=True):
             # [sequences, heads, columns, d]; a row is a token.
             by_token = output.transpose(1, 2)
-            replaced = recorder.take(Place(operation, running_layer[0]), by_token)
+            replaced = recorder.take(Operation(name, running_layer[0]), by_token)
             rotated.append(output if replaced is None else replaced.transpose(1, 2))
         return rotated[0], rotated[1]
 

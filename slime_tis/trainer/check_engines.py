@@ -12,29 +12,26 @@ answer (`analysis.diagnosis.top_tokens`). This needs no reference and shows sett
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
-from torch.nn import Module
+from typing import Literal
 
 from slime_tis.analysis.diagnosis.causes import CAUSES
 from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagnose
 from slime_tis.analysis.diagnosis.proof import prove
-from slime_tis.analysis.diagnosis.rescore import load_model
 from slime_tis.analysis.diagnosis.top_tokens import Position, TopTokens, compare_top_tokens
 from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line
+from slime_tis.parity.executions import PRECISIONS
 from slime_tis.progress import print_line
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.build import training_sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutEngine
+from slime_tis.trainer.first_difference import difference_from_checkpoint
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.rank_collectives import on_rank_zero
@@ -64,12 +61,6 @@ SMALL = 1e-4
 MARGIN = 0.5
 """Largest mean |Δ| of sampled tokens as a share of `max_gap`: twice the noise of SmolLM2-135M in
 bf16 or fp8."""
-MAX_LAYER_ERROR = 1e-3
-"""Largest difference of hidden states relative to their norm, in fp32."""
-MAX_LOW_PRECISION_ERROR = 0.2
-"""The same bound in lower precision."""
-PARITY_PRECISIONS = ("fp32", "bf16")
-"""Precisions of `slime-tis parity`, whose modules the trainer cannot import."""
 HARMLESS = ("healthy", "rounding")
 """Findings that the precision of the engines explains."""
 ATTENTION = "model.layers.0.self_attn.q_proj.weight"
@@ -85,8 +76,6 @@ class Fault:
     sentence: str
     is_certain: bool
     """Whether the mismatch is larger than precision explains, or its cause is proven."""
-    is_in_training: bool = False
-    """Whether training is the engine that differs from transformers."""
 
 
 def show(parallel: Parallel, lines: Sequence[str]) -> None:
@@ -154,29 +143,47 @@ class EngineCheck:
         if fault is None:
             return [f"engines agree before the first step: {size}"]
         self.repeats = False
-        layer = ""
-        parallel = self.learner.parallel
-        if fault.is_in_training and parallel.pipeline_size * parallel.context_size == 1:
-            layer = first_different_layer(self.learner, samples[0])
+        sentences = [f"the engines disagree before the first step: {size}.", fault.sentence]
+        operation = self._first_difference(samples)
+        if operation:
+            sentences.append(operation)
         checkpoint = self.learner.engine.config.hf_checkpoint
-        command = (
+        sentences.append(
             f"`slime-tis diagnose {self.path} --hf-checkpoint {checkpoint}` scores the answers"
             " again."
         )
         parity = self._parity_command(precision)
         if parity:
-            command += (
-                f" `{parity}` compares the engines on the checkpoint, operation by operation."
+            sentences.append(
+                f"`{parity}` compares the engines on the checkpoint, operation by operation."
             )
-        message = (
-            f"the engines disagree before the first step: {size}. {fault.sentence}{layer} {command}"
-        )
-        return self._alarm(message, stops=fault.is_certain)
+        return self._alarm(" ".join(sentences), stops=fault.is_certain)
+
+    def _first_difference(self, samples: Sequence[Sample]) -> str:
+        """Names the first operation of training that differs from transformers'; a collective.
+
+        Returns:
+            A sentence. It is empty if a rank has a part of the layers or of the sequences, or if
+            the checkpoint is large.
+        """
+        config = self.learner.engine.config
+        parallel = self.learner.parallel
+        has_all = parallel.pipeline_size * parallel.context_size == 1
+        size = on_rank_zero(lambda: checkpoint_bytes(config.hf_checkpoint))
+        if not has_all or config.sequence_parallel or size > MAX_PROVEN_BYTES:
+            return ""
+        # All results of three passes are kept, so the shortest answer is enough.
+        shortest = min(samples, key=lambda sample: len(sample.tokens))
+        try:
+            return difference_from_checkpoint(self.learner, shortest)
+        # A check that fails must not end the run.
+        except Exception as error:
+            return f"Comparing operations failed: {first_line(error)}"
 
     def _parity_command(self, rollout_precision: str | None) -> str:
         """Returns the command that compares both engines; empty if it does not know one of them."""
         config = self.learner.engine.config
-        if config.precision not in PARITY_PRECISIONS:
+        if config.precision not in PRECISIONS:
             return ""
         words = ["slime-tis", "parity", config.hf_checkpoint, "--precision", config.precision]
         if self.rollout_engine != "local":
@@ -185,7 +192,7 @@ class EngineCheck:
                 return ""
             words += ["--reference", "training", "--other", self.rollout_engine]
             words += ["--url", self.sampler.workers[0]]
-        elif rollout_precision in PARITY_PRECISIONS:
+        elif rollout_precision in PRECISIONS:
             words += ["--reference", "training", "--other", "local"]
             if rollout_precision != config.precision:
                 words += ["--other-precision", rollout_precision]
@@ -315,14 +322,13 @@ class EngineCheck:
             title = CAUSES[top.cause].title
         sentence = f"The likely cause: {title}."
         is_proven = is_shown
-        engine = ""
-        checkpoint = Path(self.learner.engine.config.hf_checkpoint)
-        size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        checkpoint = self.learner.engine.config.hf_checkpoint
+        size = checkpoint_bytes(checkpoint)
         # Nothing is left to score if a certain finding explains all tokens.
         answers = diagnosis.rest
         if answers is not None and answers.valid.any() and size <= MAX_PROVEN_BYTES:
             try:
-                _, proof = prove(answers, str(checkpoint))
+                _, proof = prove(answers, checkpoint)
             # A check that fails must not end the run.
             except Exception as error:
                 sentence = f"{sentence} Scoring again failed: {first_line(error)}"
@@ -334,67 +340,14 @@ class EngineCheck:
                 else:
                     sentence = proof.sentence
                 is_proven = is_shown or proof.is_proven
-                engine = proof.engine
         if top is not None:
             sentence = f"{sentence} The likeliest tokens: {top.evidence}."
         with suppress(OSError, ValueError):
             check_replaceable(self.path)
             write(self.path, table)
-        return Fault(
-            sentence=sentence, is_certain=is_large or is_proven, is_in_training=engine == "training"
-        )
+        return Fault(sentence=sentence, is_certain=is_large or is_proven)
 
 
-@contextmanager
-def outputs_of(modules: Iterable[Module]) -> Iterator[list[Tensor]]:
-    """Records the outputs [T, H] of modules in call order, float32 on the CPU."""
-    outputs: list[Tensor] = []
-
-    def record(_: Module, __: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        outputs.append(hidden.detach().float().cpu().reshape(-1, hidden.shape[-1]))
-
-    handles = [module.register_forward_hook(record) for module in modules]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@torch.no_grad()
-def first_different_layer(learner: Learner, sample: Sample) -> str:
-    """Names the first hidden states of a sample that differ between training and transformers.
-
-    A collective for ranks that have all layers and complete sequences. Returns an empty text if
-    sequence parallelism splits the sequences.
-    """
-    module = learner.engine.model.module
-    engine = learner.engine.config
-    if engine.sequence_parallel:
-        return ""
-    with outputs_of([module.embedding, *module.decoder.layers]) as trained:
-        learner.score([sample])
-
-    def reference() -> list[Tensor]:
-        model = load_model(engine.hf_checkpoint)
-        with outputs_of([model.get_input_embeddings(), *model.model.layers]) as outputs:
-            model(torch.tensor([sample.tokens]))
-        return outputs
-
-    bound = MAX_LAYER_ERROR if engine.precision == "fp32" else MAX_LOW_PRECISION_ERROR
-    for number, (own, exact) in enumerate(zip(trained, on_rank_zero(reference), strict=True)):
-        # A packed row may end with filler tokens.
-        rows = min(len(own), len(exact))
-        error = float((own[:rows] - exact[:rows]).norm() / exact[:rows].norm())
-        if not error <= bound:
-            name = "of the embedding"
-            if number:
-                name = f"after layer {number - 1} of {len(trained) - 1} (from 0)"
-            return (
-                f" The hidden states {name} are the first that differ from transformers':"
-                f" {error:.1%} of their norm."
-            )
-    return (
-        " All hidden states agree with transformers': the final norm or the output layer differs."
-    )
+def checkpoint_bytes(directory: str) -> int:
+    """Returns the size of the weights of a Hugging Face directory."""
+    return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))

@@ -1,153 +1,138 @@
-"""Finds the first operation of a sequence whose result differs between the two engines.
+"""Finds the first operation of training whose result differs, for messages of a run.
 
-Both engines compute the complete sequence, and hooks record the outputs of their modules.
+The gate of --true-on-policy compares training with the rollout engine's model. --check-engines
+compares it with the checkpoint in transformers. Both use the functions of `slime-tis parity`, on
+one sample and on the current weights.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from slime_tis.analysis.diagnosis.rescore import load_model
+from slime_tis.parity.comparison import compare
+from slime_tis.parity.executions import Side
+from slime_tis.parity.parity_text import sentence
+from slime_tis.parity.recording import HEAD, Operation, Recorder, Recording, Rows
+from slime_tis.parity.samples import Samples, joined
+from slime_tis.parity.training_sites import recorded
+from slime_tis.parity.transformers_executions import execution
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
+from slime_tis.trainer.engines.local.token_sampling import log_softmax
 from slime_tis.trainer.invariant.operations import token_log_probs
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.log_probs import TokenDistribution
+from slime_tis.trainer.rank_collectives import on_rank_zero
 
 
-@dataclass(frozen=True)
-class Place:
-    """An operation, and the modules of both engines whose output it is."""
+def difference_from_rollout(learner: Learner, engine: LocalEngine, sample: Sample) -> str:
+    """Returns a sentence about the first operation that differs from the rollout engine's.
 
-    name: str
-    rollout: str
-    """Name of transformers' module. The module's input is compared if it ends with `INPUT`."""
-    training: str
-    """Name of megatron-core's module."""
-
-
-INPUT = "<"
-IN_A_LAYER = (
-    Place("norm before attention", "input_layernorm", "input_layernorm"),
-    Place("norm of queries", "self_attn.q_norm", "self_attention.q_layernorm"),
-    Place("norm of keys", "self_attn.k_norm", "self_attention.k_layernorm"),
-    Place(
-        "query, key and value, rotary embedding or attention",
-        "self_attn.o_proj<",
-        "self_attention.linear_proj<",
-    ),
-    Place("attention output", "self_attn.o_proj", "self_attention.linear_proj"),
-    Place("norm before the MLP", "post_attention_layernorm", "pre_mlp_layernorm"),
-    Place("gate and up, or silu", "mlp.down_proj<", "mlp.linear_fc2<"),
-    Place("down", "mlp.down_proj", "mlp.linear_fc2"),
-    Place("residual", "", ""),
-)
-"""Operations of a layer in order, with names inside the layer."""
-ROLLOUT_LAYER = "model.layers.{}"
-TRAINING_LAYER = "decoder.layers.{}"
-
-
-def places(num_layers: int) -> list[Place]:
-    """Returns the operations of a dense model in the order of computation."""
-    result = [Place("embedding", "model.embed_tokens", "embedding")]
-    for number in range(num_layers):
-        rollout_layer = ROLLOUT_LAYER.format(number)
-        training_layer = TRAINING_LAYER.format(number)
-        for place in IN_A_LAYER:
-            result.append(
-                Place(
-                    f"{place.name} of layer {number}",
-                    f"{rollout_layer}.{place.rollout}".rstrip("."),
-                    f"{training_layer}.{place.training}".rstrip("."),
-                )
-            )
-    result.append(Place("final norm", "model.norm", "decoder.final_layernorm"))
-    return result
-
-
-@contextmanager
-def recorded(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Records outputs, or inputs, of the named submodules during the block, by name.
-
-    Names without a module are left out.
+    A collective. Both engines compute the complete sample in one pass.
     """
-    values: dict[str, Tensor] = {}
-    modules = dict(module.named_modules())
-    handles = []
-    for name in names:
-        submodule = modules.get(name.removesuffix(INPUT))
-        if submodule is None:
-            continue
-
-        def record(_: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-            value = output[0] if isinstance(output, tuple) else output
-            if name.endswith(INPUT):
-                value = inputs[0]
-            # A copy, because residuals are added in place.
-            values[name] = value.detach().clone()
-
-        handles.append(submodule.register_forward_hook(record))
-    try:
-        yield values
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@torch.no_grad()
-def first_difference(learner: Learner, engine: LocalEngine, sample: Sample) -> str:
-    """Returns a sentence about the first operation that differs; a collective.
-
-    Tensor-parallel ranks compare the operations whose complete result every rank has.
-    """
-    model = engine.model
-    compared = places(model.config.num_hidden_layers)
-    with recorded(model, [place.rollout for place in compared]) as rollout:
-        logits = model(torch.tensor([sample.tokens])).logits[0]
-    training_module = learner.engine.model.module
-    with recorded(training_module, [place.training for place in compared]) as training:
-        _, log_probs_L = learner.score([sample])
-    for place in compared:
-        left = rollout.get(place.rollout)
-        right = training.get(place.training)
-        # Inside a tensor-parallel layer a rank has a part of the features.
-        if left is None or right is None or left.numel() != right.numel():
-            continue
-        left = left.flatten().float()
-        right = right.flatten().float()
-        differs = left != right
-        if differs.any():
-            share = float(differs.float().mean())
-            largest = float((left - right).abs().max())
-            return (
-                f"In a complete pass over this sample, the first operation that differs is the"
-                f" {place.name}: {share:.2%} of its values, at most by {largest:.2g}."
-            )
-    if not torch.equal(sampler_log_probs(learner, logits, sample), log_probs_L):
-        return (
-            "In a complete pass over this sample, all hidden states agree: the output layer or the"
-            " log-softmax differs."
+    precision = learner.engine.config.precision
+    reference = _model_recording(learner, engine.model, sample, "rollout", precision)
+    comparison = compare(reference, _training_recording(learner, sample), None, _samples(sample))
+    text = f"In one pass over this sample, {sentence(comparison)}"
+    if comparison.is_equal:
+        text += (
+            " The difference comes from another batch, from the key/value cache, or from weights"
+            " that changed after the sample."
         )
-    return (
-        "In a complete pass over this sample, both engines agree in every bit: the difference comes"
-        " from another batch, from the key/value cache, or from weights that changed after the"
-        " sample."
+    return text
+
+
+def difference_from_checkpoint(learner: Learner, sample: Sample) -> str:
+    """Returns a sentence about the first operation that differs from transformers'.
+
+    A collective for ranks that have all layers and complete sequences. It compares the start
+    checkpoint, so it is right until the first step.
+
+    Raises:
+        ValueError: The checkpoint does not load completely.
+    """
+
+    def compute() -> Recording:
+        model = load_model(learner.engine.config.hf_checkpoint)
+        return _model_recording(learner, model, sample, "transformers", "fp32")
+
+    reference = on_rank_zero(compute)
+    recording = _training_recording(learner, sample)
+    isolated = _training_recording(learner, sample, reference)
+    comparison = compare(reference, recording, isolated, _samples(sample))
+    return f"In one pass over an answer, {sentence(comparison)}"
+
+
+def _samples(sample: Sample) -> Samples:
+    prompt_length = len(sample.tokens) - sample.response_length
+    return joined([sample.tokens[:prompt_length]], [sample.tokens[prompt_length:]])
+
+
+def _model_recording(
+    learner: Learner, model: Any, sample: Sample, name: str, precision: str
+) -> Recording:
+    """Computes a sample with a model of transformers, with log-probs of the sampled distribution.
+
+    Args:
+        learner: Has the temperature and the sums of log-probs.
+        model: The model.
+        sample: The sample.
+        name: Name of the execution in sentences.
+        precision: The model's precision.
+    """
+    side = Side(execution="full", checkpoint="", precision=precision)
+    recording = execution(model, side)(_samples(sample))
+    logits_TV = recording.results[Operation(HEAD)].values_TF
+    log_probs_L = _log_probs(learner, logits_TV, sample)
+    return _with_log_probs(replace(recording, name=name), log_probs_L)
+
+
+def _training_recording(
+    learner: Learner, sample: Sample, substitutes: Recording | None = None
+) -> Recording:
+    """Computes a sample with the training engine; a collective."""
+    total = len(sample.tokens)
+    recorder = Recorder(total, substitutes)
+    token_T = torch.arange(total)
+    recorder.begin(Rows((1, total), token_T, token_T))
+    with recorded(learner.engine, recorder):
+        _, log_probs_L = learner.score([sample])
+    recording = Recording(
+        name="training",
+        precision=learner.engine.config.precision,
+        results=recorder.results,
+        log_probs_T=torch.full([total], torch.nan),
+        is_scored_T=torch.zeros(total, dtype=torch.bool),
+        shapes=recorder.shapes,
     )
+    return _with_log_probs(recording, log_probs_L)
 
 
-def sampler_log_probs(learner: Learner, logits_BV: Tensor, sample: Sample) -> Tensor:
-    """Returns the log-probs [L] of a response by the sampler's sums, from the logits of all tokens.
+def _with_log_probs(recording: Recording, log_probs_L: Tensor) -> Recording:
+    """Returns a recording with log-probs of the response only."""
+    log_probs_T = torch.full_like(recording.log_probs_T, torch.nan)
+    log_probs_T[-len(log_probs_L) :] = log_probs_L.float().cpu()
+    is_scored_T = torch.zeros_like(recording.is_scored_T)
+    is_scored_T[-len(log_probs_L) :] = True
+    return replace(recording, log_probs_T=log_probs_T, is_scored_T=is_scored_T)
+
+
+def _log_probs(learner: Learner, logits_TV: Tensor, sample: Sample) -> Tensor:
+    """Returns the log-probs [L] of a response as its sampler computes them.
 
     Tokens that top-p or top-k left out have probability 0.
     """
-    count = sample.response_length
     distribution = TokenDistribution(
         temperature=learner.engine.temperature, sampling_mask=sample.sampling_mask
     )
-    z_LV = distribution.scale_(logits_BV[-count - 1 : -1].float().clone(), 0)
+    # Logits after a token predict the next one.
+    before_response = slice(-sample.response_length - 1, -1)
+    z_LV = distribution.scale_(logits_TV[before_response].float().clone(), 0)
+    token_L = torch.tensor(sample.tokens[-sample.response_length :])
     kernels = learner.engine.kernels
-    assert kernels is not None  # --true-on-policy
-    return token_log_probs(z_LV, torch.tensor(sample.response_ids), kernels.vocabulary_part)
+    if kernels is not None:
+        return token_log_probs(z_LV, token_L, kernels.vocabulary_part)
+    return log_softmax(z_LV).gather(-1, token_L[:, None]).squeeze(-1)

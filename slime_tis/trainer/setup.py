@@ -47,7 +47,7 @@ from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutEngine, RolloutFuture
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.evaluation import Evaluation, load_evaluation_prompts
-from slime_tis.trainer.first_difference import first_difference
+from slime_tis.trainer.first_difference import difference_from_rollout
 from slime_tis.trainer.invariant.self_check import Kernels, choose_kernels
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.architecture import invariant_shapes, read_hf_config
@@ -174,7 +174,7 @@ def set_up(
     if kernels is not None:
         assert isinstance(sampler, LocalEngine)  # other engines are refused
         learner.gate = OnPolicyGate(
-            locate=partial(first_difference, learner, sampler),
+            locate=partial(difference_from_rollout, learner, sampler),
             advice=parity_advice(arguments.megatron),
         )
     learner.dump = open_dump(process, run_id, sampler)

@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from slime_tis.main import main
 from slime_tis.parity.comparison import compare
-from slime_tis.parity.executions import EXECUTIONS, PRECISIONS, Side
+from slime_tis.parity.executions import EXECUTIONS, Side
 from slime_tis.parity.samples import joined, random_prompts
 from slime_tis.parity.shared_kernels import kernels_of
-from slime_tis.trainer.check_engines import PARITY_PRECISIONS
 from slime_tis.trainer.engines.local.slot_cache import SlotCache
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.rollout.sglang.fake_sglang import fake_servers, log_prob
@@ -120,10 +119,6 @@ def test_shared_operations_use_the_cache_of_the_engine(checkpoint_of, monkeypatc
     assert dtypes == [torch.float32]
 
 
-def test_trainer_knows_the_precisions_of_parity():
-    assert PARITY_PRECISIONS == PRECISIONS
-
-
 def test_changed_weight_of_the_training_engine_is_named(checkpoint_of, reference):
     def change(tensors):
         tensors["model.layers.1.self_attn.k_proj.weight"] *= 1.01
@@ -131,8 +126,8 @@ def test_changed_weight_of_the_training_engine_is_named(checkpoint_of, reference
     changed = checkpoint_of(name="changed", change=change)
     recording, isolated = recordings("training", changed, reference)
     comparison = compare(reference, recording, isolated, SAMPLES)
-    named = comparison.larger or comparison.first
-    assert str(named.place) == "key projection of layer 1"
+    named = comparison.later_fault or comparison.first
+    assert str(named.operation) == "key projection of layer 1"
 
 
 def test_server_reveals_log_probs_only(checkpoint_of, capsys):

@@ -11,7 +11,7 @@ from slime_tis.hf_model import load_causal_lm
 from slime_tis.parity.comparison import compare
 from slime_tis.parity.executions import Side
 from slime_tis.parity.parity_text import sentence
-from slime_tis.parity.recording import Place
+from slime_tis.parity.recording import Operation
 from slime_tis.parity.samples import joined, random_prompts
 from slime_tis.parity.transformers_executions import execution
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -118,7 +118,7 @@ def test_first_operation_is_the_fault(model_of, family, fault, place):
     model = model_of(family)
     fault(model)
     comparison = compared(model_of(family), model)
-    assert str(comparison.first.place) == place
+    assert str(comparison.first.operation) == place
     assert not comparison.first.own.is_equal
 
 
@@ -126,8 +126,8 @@ def test_later_operations_inherit_the_difference(model_of):
     model = model_of()
     other_attention_scale(model)
     comparison = compared(model_of(), model)
-    own = [row.place for row in comparison.operations if not row.own.is_equal]
-    assert own == [Place("attention", 0)]
+    own = [row.operation for row in comparison.operations if not row.own.is_equal]
+    assert own == [Operation("attention", 0)]
     assert not comparison.operations[-1].difference.is_equal
 
 
@@ -154,7 +154,7 @@ def test_large_error_is_named_besides_rounding(model_of):
     faulty = model_of(dtype=torch.bfloat16)
     faulty.model.layers[1].mlp.down_proj.weight.data *= 1.5
     comparison = compared(model, faulty, "decode")
-    assert comparison.larger.place == Place("down projection", 1)
+    assert comparison.later_fault.operation == Operation("down projection", 1)
     assert "The largest own difference is that of down projection of layer 1" in sentence(
         comparison
     )
@@ -172,7 +172,7 @@ def test_nan_on_both_sides_is_a_difference(model_of):
     model = model_of()
     model.model.layers[0].input_layernorm.weight.data[0] = math.nan
     comparison = compared(model, model)
-    assert comparison.first.place == Place("norm before attention", 0)
+    assert comparison.first.operation == Operation("norm before attention", 0)
     assert comparison.log_probs.difference.nan == comparison.log_probs.tokens
 
 
@@ -182,6 +182,6 @@ def test_first_token_that_differs_is_named(model_of):
     model.model.embed_tokens.weight.data[token, 0] += 1
     comparison = compared(model_of(), model)
     first = comparison.first
-    assert first.place == Place("embedding")
-    sample, position = SAMPLES.place_of(first.difference.token)
+    assert first.operation == Operation("embedding")
+    sample, position = SAMPLES.position_of(first.difference.token)
     assert SAMPLES.tokens[sample][position] == token

@@ -8,7 +8,8 @@ log-probs of equal weights are equal in every bit (`--true-on-policy`).
 The rules, and what breaks without them:
 
 1. Products of matrices have a padded number of rows (`Tiles`). Below some number of rows, MKL and
-   oneDNN add in another order; with AMX, bf16 products of 16, 64 and 2,048 rows all differ.
+   oneDNN add in another order; with AMX, bf16 products of 16, 64 and 2,048 rows all differ. The
+   number of output features matters only if it is small (`MIN_OUTPUTS`).
 2. The length of a sum never changes. A row-parallel layer adds the products of two halves, so the
    rollout engine does the same (`parts`). A bias is added after the product: a fused product starts
    with the bias.
@@ -42,6 +43,9 @@ KEYS = 64
 """Keys of a block in attention."""
 VECTORS = 64
 """Elements of the longest loop of vectors in torch's silu: 2 · 32 in bf16 with AVX512."""
+MIN_OUTPUTS = 16
+"""Fewest output features of a product. On AMD Zen 5, fp32 products with 11 or fewer add in another
+order."""
 QUERY_ROWS = 16
 """Rows to which the queries of an attention product are padded."""
 QUERIES = 64
@@ -66,9 +70,12 @@ class Tiles:
 def product(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
     """Returns x [..., K] times the transpose of weight [N, K], [..., N], without gradient.
 
-    Rule 1: rows of zeros fill the last tile.
+    Rule 1: rows of zeros fill the last tile, and the weight of few output features.
     """
     rows = x.reshape(-1, x.shape[-1])
+    features = len(weight)
+    if features < MIN_OUTPUTS:
+        weight = _padded_rows(weight, MIN_OUTPUTS)
     transposed = weight.t()
     count = len(rows)
     if count <= tiles.most:
@@ -77,12 +84,13 @@ def product(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
         output = rows.new_empty(count, len(weight))
         for start in range(0, count, tiles.most):
             tile = rows[start : start + tiles.most]
-            place = output[start : start + tiles.most]
+            tile_output = output[start : start + tiles.most]
             if len(tile) % tiles.base == 0:
-                torch.mm(tile, transposed, out=place)
+                torch.mm(tile, transposed, out=tile_output)
             else:
-                place.copy_(torch.mm(_padded_rows(tile, tiles.base), transposed)[: len(tile)])
-    return output.view(*x.shape[:-1], len(weight))
+                padded_output = torch.mm(_padded_rows(tile, tiles.base), transposed)
+                tile_output.copy_(padded_output[: len(tile)])
+    return output[:, :features].reshape(*x.shape[:-1], features)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, parts: int = 1) -> Tensor:

@@ -123,10 +123,12 @@ def choose_kernels(shapes: ModelShapes, dtype: torch.dtype, seed: int = 0) -> Ke
 
 def _refusal(name: str, dtype: torch.dtype) -> ValueError:
     threads = torch.get_num_threads()
+    remedy = "try another precision, or remove the flag"
+    if threads > 1:
+        remedy = "try --num-threads 1 or another precision, or remove the flag"
     return ValueError(
-        f"--true-on-policy: on this machine the operation {name!r} in {str(dtype)[6:]} with"
-        f" {threads} threads gives other bits for another batch; try --num-threads 1 or another"
-        " precision, or remove the flag."
+        f"--true-on-policy: on this machine the operation {name!r} in {str(dtype)[6:]} gives other"
+        f" bits for another batch (--num-threads {threads}); {remedy}."
     )
 
 

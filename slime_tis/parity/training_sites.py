@@ -1,0 +1,207 @@
+"""Where operations are visible in the training engine's model.
+
+`transformers_sites` has the same for a model of transformers; both use the same names.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime_tis.parity.recording import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYER_END,
+    Operation,
+    Recorder,
+    Site,
+    hooked,
+    replaced_attribute,
+)
+from slime_tis.trainer.invariant import operations as invariant_operations
+from slime_tis.trainer.invariant.self_check import HEAD as TILES_OF_HEAD
+from slime_tis.trainer.megatron import layers
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
+
+OUTPUTS = {
+    "input_layernorm": "norm before attention",
+    "self_attention.q_layernorm": "query norm",
+    "self_attention.k_layernorm": "key norm",
+    "self_attention.linear_proj": "output projection",
+    "pre_mlp_layernorm": "norm before MLP",
+    "mlp.shared_experts": "shared expert",
+    "mlp.linear_fc2": "down projection",
+    "mlp": "MLP",
+    "": LAYER_END,
+}
+"""Operations by the module of a layer whose output they are."""
+INPUTS = {
+    "self_attention.linear_proj": "attention",
+    "pre_mlp_layernorm": "residual after attention",
+    "mlp.linear_fc2": "activation",
+}
+"""Operations by the module of a layer whose input they are."""
+QKV = "self_attention.linear_qkv"
+GATE_UP = "mlp.linear_fc1"
+ROUTER = "mlp.router"
+
+
+@contextmanager
+def recorded(engine: TrainingEngine, recorder: Recorder) -> Iterator[None]:
+    """Records the visible operations of all layers during the block, and logits at its end.
+
+    A tensor-parallel rank computes a part of the features of some operations. Their results have
+    another shape than those of a complete model, so that a comparison skips them.
+    """
+    module = engine.model.module
+    sites = [
+        Site(module=module.embedding, operations=(Operation(EMBEDDING),)),
+        Site(module=module.decoder.final_layernorm, operations=(Operation(FINAL_NORM),)),
+    ]
+    with ExitStack() as stack:
+        for number, layer in enumerate(module.decoder.layers):
+            modules = dict(layer.named_modules())
+            sites += _layer_sites(modules, number, module.config)
+            if ROUTER in modules:
+                hook = _router_hook(number, recorder)
+                stack.callback(modules[ROUTER].register_forward_hook(hook).remove)
+        stack.enter_context(hooked(sites, recorder))
+        stack.enter_context(_recorded_rope(module.decoder.layers, recorder))
+        yield
+    if module.config.tensor_model_parallel_size == 1:
+        _record_logits(engine, recorder)
+
+
+@torch.no_grad()
+def _record_logits(engine: TrainingEngine, recorder: Recorder) -> None:
+    """Records logits by the output layer.
+
+    The engine itself has no logits: it computes log-probs in tiles from the final norm's output.
+    """
+    final_norm = Operation(FINAL_NORM)
+    hidden = recorder.substitutes.get(final_norm) or recorder.results[final_norm]
+    module = engine.model.module
+    weight = module.output_weight()
+    hidden_TF = hidden.values_TF.to(weight)
+    if engine.kernels is None:
+        logits, _bias = module.output_layer(hidden_TF[:, None], weight=weight)
+    else:
+        tiles = engine.kernels.tiles[TILES_OF_HEAD]
+        logits = invariant_operations.linear(hidden_TF, weight, None, tiles)[:, None]
+    # Other columns pad the vocabulary.
+    recorder.take(Operation(HEAD), logits[:, 0, : engine.model.hf_config.vocab_size])
+
+
+def _layer_sites(modules: dict[str, nn.Module], number: int, config: Any) -> list[Site]:
+    sites = []
+    is_dense = GATE_UP in modules
+    for table, is_input in ((INPUTS, True), (OUTPUTS, False)):
+        for path, name in table.items():
+            module = modules.get(path)
+            # transformer-engine computes norms within the next linear layer. Its class is not
+            # imported: slime_tis.trainer.megatron must be imported before megatron.core.
+            is_identity = type(module).__name__ == "IdentityOp"
+            is_missing = module is None or (is_identity and not is_input)
+            # A dense MLP's output is its down projection's.
+            if is_missing or (name == "MLP" and is_dense):
+                continue
+            assert module is not None
+            operation = Operation(name, number)
+            sites.append(Site(module=module, operations=(operation,), is_input=is_input))
+    if config.tensor_model_parallel_size > 1:
+        # Ranks divide the rows of joint projections, and not always by groups.
+        return sites
+    split, join = _qkv_layout(config.num_attention_heads, config.num_query_groups)
+    query_key_value = (
+        Operation("query projection", number),
+        Operation("key projection", number),
+        Operation("value projection", number),
+    )
+    sites.append(Site(module=modules[QKV], operations=query_key_value, split=split, join=join))
+    if is_dense:
+        gate_up = (Operation("gate projection", number), Operation("up projection", number))
+        sites.append(
+            Site(module=modules[GATE_UP], operations=gate_up, split=_split_gate, join=_join_gate)
+        )
+    return sites
+
+
+def _qkv_layout(
+    heads: int, groups: int
+) -> tuple[Callable[[Tensor], list[Tensor]], Callable[[Sequence[Tensor], Tensor], Tensor]]:
+    """Returns functions between megatron-core's joint projection and transformers' three.
+
+    megatron-core's features are, per group: its queries, its key, its value.
+    """
+    queries = heads // groups
+
+    def split(value: Tensor) -> list[Tensor]:
+        grouped = value.unflatten(-1, (groups, queries + 2, -1))
+        parts = grouped.split([queries, 1, 1], -2)
+        return [part.flatten(-3) for part in parts]
+
+    def join(parts: Sequence[Tensor], value: Tensor) -> Tensor:
+        query, key, keys_value = parts
+        grouped = [
+            query.unflatten(-1, (groups, queries, -1)),
+            key.unflatten(-1, (groups, 1, -1)),
+            keys_value.unflatten(-1, (groups, 1, -1)),
+        ]
+        return torch.cat(grouped, -2).reshape(value.shape)
+
+    return split, join
+
+
+def _split_gate(value: Tensor) -> Sequence[Tensor]:
+    return value.chunk(2, -1)
+
+
+def _join_gate(parts: Sequence[Tensor], value: Tensor) -> Tensor:
+    return torch.cat(list(parts), -1).reshape(value.shape)
+
+
+def _router_hook(number: int, recorder: Recorder) -> Callable[..., Any]:
+    """Records a router's weights [tokens, experts]."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        weights_TE, _chosen_TE = output
+        replaced_TE = recorder.take(Operation("router", number), weights_TE)
+        if replaced_TE is None:
+            return None
+        return replaced_TE, replaced_TE > 0
+
+    return hook
+
+
+@contextmanager
+def _recorded_rope(decoder_layers: Any, recorder: Recorder) -> Iterator[None]:
+    """Records rotated queries and keys, by replacing the functions that rotate them."""
+    remaining: list[Operation] = []
+
+    def entered(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            # The attention module rotates queries, then keys.
+            remaining[:] = [Operation("query rope", number), Operation("key rope", number)]
+
+        return hook
+
+    def observed(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def function(x: Tensor, *angles: Tensor) -> Tensor:
+            output = rotate(x, *angles)
+            replaced = recorder.take(remaining.pop(0), output)
+            return output if replaced is None else replaced
+
+        return function
+
+    with ExitStack() as stack:
+        for number, layer in enumerate(decoder_layers):
+            attention = layer.self_attention.core_attention
+            stack.callback(attention.register_forward_pre_hook(entered(number)).remove)
+        # `layers` is for plain layers, the other module for those of --true-on-policy.
+        for owner in (layers, invariant_operations):
+            function = observed(owner.rotate)
+            stack.enter_context(replaced_attribute(owner, "rotate", function))
+        yield
