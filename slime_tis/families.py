@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Layout = Literal["replicated", "rows", "vocab", "qkv", "gated"]
+Layout = Literal[
+    "replicated",
+    "rows",
+    "columns",
+    "vocab",
+    "qkv",
+    "fused_qkv",
+    "gated",
+    "fused_gated",
+]
 """How a weight is split over tensor-parallel ranks: a key of `hf_weights.LAYOUTS`."""
 
 
@@ -40,7 +49,16 @@ class Attention:
     qkv_bias: bool | str = False
     """Bias on the query, key and value projections, or the field of config.json with this flag."""
     qk_norm: bool | str = False
-    """RMSNorm on queries and keys, per head, or the field of config.json with this flag."""
+    """RMSNorm on queries and keys, or the field of config.json with this flag."""
+    qk_norm_over: Literal["head", "all_heads"] = "head"
+    """Features over which a norm of queries or keys takes the mean square."""
+    rotary_pairs: Literal["halves", "neighbors"] = "halves"
+    """Features that the rotary embedding turns together: i and i + d/2, or 2i and 2i + 1."""
+    rotary_layers: str | None = None
+    """Field with a flag for each layer: whether it has a rotary embedding; None: all have."""
+    window: str | None = None
+    """Field with the number of last tokens, itself included, that a token sees. It is about layers
+    of the type sliding_attention, or all layers if the configuration has no types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +83,20 @@ class Experts:
 class Family:
     """The differences between families of decoders."""
 
+    title: str
+    """Name in messages."""
     model_type: str
     """Field model_type of config.json."""
+    read_as: str | None = None
+    """model_type in transformers with the same layers, if transformers does not know the family."""
+    unused_tensors: tuple[str, ...] = ()
+    """Beginnings of names of tensors that are neither trained nor exported, such as layers for
+    multi-token prediction; only needed if transformers does not know them."""
     rotary_class: str
     """Class in transformers that computes the rotary frequencies, as `module:name`."""
     attention: Attention = Attention()
+    norms: Literal["inputs", "outputs", "both"] = "inputs"
+    """Whether the inputs or the outputs of attention and MLP are normalized."""
     experts: Experts | None = None
     """Experts of the sparse layers; None if all layers are dense."""
     weights: Mapping[str, Weight]
@@ -90,6 +117,14 @@ def flag_value(hf: Any, flag: bool | str) -> bool:
 def family_of(hf: Any) -> Family:
     """Returns the entry of a Hugging Face configuration."""
     return FAMILIES[hf.architectures[0]]
+
+
+def attention_windows(hf: Any) -> tuple[int | None, ...]:
+    """Returns for each layer the number of last tokens that a token sees; None for all."""
+    field = family_of(hf).attention.window
+    window = None if field is None else getattr(hf, field)
+    types = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def layer_weights(hf: Any, *, is_sparse: bool) -> dict[str, Weight]:
@@ -187,12 +222,22 @@ SELECTION_BIAS: Mapping[str, Weight] = {
     "mlp.router.expert_bias": _weight("replicated", "mlp.gate.e_score_correction_bias", "experts"),
 }
 
+FUSED_QKV: Mapping[str, Weight] = {
+    "self_attention.linear_qkv.weight": _weight(
+        "fused_qkv", "self_attn.qkv_proj.weight", "qkv", "hidden"
+    ),
+}
+FUSED_GATE_UP: Mapping[str, Weight] = {
+    "mlp.linear_fc1.weight": _weight("fused_gated", "mlp.gate_up_proj.weight", "gate_up", "hidden"),
+}
+
 LLAMA: Mapping[str, Weight] = {**PRE_NORMS, **ATTENTION, **MLP}
 
 ROTARY = "transformers.models.{0}.modeling_{0}:{1}RotaryEmbedding"
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(
+        title="Llama",
         model_type="llama",
         rotary_class=ROTARY.format("llama", "Llama"),
         weights=LLAMA,
@@ -200,6 +245,7 @@ FAMILIES: Mapping[str, Family] = {
         true_on_policy=True,
     ),
     "Qwen2ForCausalLM": Family(
+        title="Qwen2",
         model_type="qwen2",
         rotary_class=ROTARY.format("qwen2", "Qwen2"),
         attention=Attention(qkv_bias=True),
@@ -208,6 +254,7 @@ FAMILIES: Mapping[str, Family] = {
         true_on_policy=True,
     ),
     "Qwen3ForCausalLM": Family(
+        title="Qwen3",
         model_type="qwen3",
         rotary_class=ROTARY.format("qwen3", "Qwen3"),
         attention=Attention(qk_norm=True),
@@ -215,7 +262,75 @@ FAMILIES: Mapping[str, Family] = {
         has_engine_layers=True,
         true_on_policy=True,
     ),
+    "MistralForCausalLM": Family(
+        title="Mistral",
+        model_type="mistral",
+        rotary_class=ROTARY.format("mistral", "Mistral"),
+        attention=Attention(window="sliding_window"),
+        weights=LLAMA,
+    ),
+    "Phi3ForCausalLM": Family(
+        title="Phi-4",
+        model_type="phi3",
+        rotary_class=ROTARY.format("phi3", "Phi3"),
+        attention=Attention(window="sliding_window"),
+        weights={**LLAMA, **FUSED_QKV, **FUSED_GATE_UP},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        title="SmolLM3",
+        model_type="smollm3",
+        rotary_class=ROTARY.format("smollm3", "SmolLM3"),
+        attention=Attention(rotary_layers="no_rope_layers"),
+        weights=LLAMA,
+    ),
+    "Olmo2ForCausalLM": Family(
+        title="OLMo 2",
+        model_type="olmo2",
+        rotary_class=ROTARY.format("olmo2", "Olmo2"),
+        attention=Attention(qk_norm=True, qk_norm_over="all_heads"),
+        norms="outputs",
+        weights={
+            **ATTENTION,
+            **MLP,
+            "self_attention.q_layernorm.weight": _weight(
+                "columns", "self_attn.q_norm.weight", "queries"
+            ),
+            "self_attention.k_layernorm.weight": _weight(
+                "columns", "self_attn.k_norm.weight", "keys"
+            ),
+            "self_attn_bda.weight": _weight(
+                "replicated", "post_attention_layernorm.weight", "hidden"
+            ),
+            "mlp_bda.weight": _weight("replicated", "post_feedforward_layernorm.weight", "hidden"),
+        },
+    ),
+    "MiMoForCausalLM": Family(
+        title="MiMo",
+        model_type="mimo",
+        read_as="qwen2",
+        unused_tensors=("model.mtp_layers.",),
+        rotary_class=ROTARY.format("qwen2", "Qwen2"),
+        attention=Attention(qkv_bias=True),
+        weights={**LLAMA, **QKV_BIAS},
+    ),
+    "Glm4ForCausalLM": Family(
+        title="GLM-4-0414",
+        model_type="glm4",
+        rotary_class=ROTARY.format("glm4", "Glm4"),
+        attention=Attention(qkv_bias="attention_bias", rotary_pairs="neighbors"),
+        norms="both",
+        weights={
+            **LLAMA,
+            **FUSED_GATE_UP,
+            **QKV_BIAS,
+            "self_attn_bda.weight": _weight(
+                "replicated", "post_self_attn_layernorm.weight", "hidden"
+            ),
+            "mlp_bda.weight": _weight("replicated", "post_mlp_layernorm.weight", "hidden"),
+        },
+    ),
     "Qwen2MoeForCausalLM": Family(
+        title="Qwen2-MoE",
         model_type="qwen2_moe",
         rotary_class=ROTARY.format("qwen2_moe", "Qwen2Moe"),
         attention=Attention(qkv_bias="qkv_bias"),
@@ -231,6 +346,7 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "Qwen3MoeForCausalLM": Family(
+        title="Qwen3-MoE",
         model_type="qwen3_moe",
         rotary_class=ROTARY.format("qwen3_moe", "Qwen3Moe"),
         attention=Attention(qk_norm=True),
@@ -238,6 +354,7 @@ FAMILIES: Mapping[str, Family] = {
         weights={**LLAMA, **QK_NORM, **EXPERTS},
     ),
     "Glm4MoeForCausalLM": Family(
+        title="GLM-4.5",
         model_type="glm4_moe",
         rotary_class=ROTARY.format("glm4_moe", "Glm4Moe"),
         attention=Attention(qkv_bias="attention_bias", qk_norm="use_qk_norm"),
@@ -258,3 +375,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """Supported families, by their architecture in config.json."""
+
+
+def family_titles() -> str:
+    """Returns the names of all families for a message."""
+    *titles, last = [family.title for family in FAMILIES.values()]
+    return f"{', '.join(titles)} and {last}"

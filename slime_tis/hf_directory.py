@@ -13,7 +13,7 @@ from slime_tis.atomic_files import parse_object
 from slime_tis.errors import first_line, one_line, quoted, quoted_path
 from slime_tis.families import FAMILIES, family_of
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 """Supported values of rope_type."""
 COUNTS = (
     "vocab_size",
@@ -145,16 +145,23 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
 
 def load_config(directory: str | Path) -> Any:
     """Returns transformers' configuration of a checkpoint, with the family's defaults."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    path = Path(directory) / "config.json"
+    model = parse_object(path.read_bytes(), str(path))
+    family = FAMILIES[model["architectures"][0]]
     try:
-        hf = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        if family.read_as is not None and model.get("model_type") == family.model_type:
+            hf = CONFIG_MAPPING[family.read_as].from_dict({**model, "model_type": family.read_as})
+        else:
+            hf = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # transformers checks fields with errors of several libraries
         raise ValueError(
             f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}."
         ) from error
-    family = family_of(hf)
-    if hf.model_type != family.model_type:
+    if hf.model_type != (family.read_as or family.model_type):
         problem = (
             f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]};"
             f" {family.model_type} does"
@@ -264,6 +271,20 @@ def model_sizes(model: Mapping[str, Any]) -> ModelSizes:
     )
 
 
+def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
+    """Refuses kinds of rotary frequencies that are not known, or depend on the length."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("longrope", "su"):
+        raise ValueError(
+            f"{where} rope_type {quoted(kind)}, whose frequencies depend on the length of a"
+            " sequence, which is not supported; choose a model with another rope_type."
+        )
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"{where} rope_type {quoted(kind)}, but known are {', '.join(ROPE_TYPES)}."
+        )
+
+
 def _check_fields(model: Mapping[str, Any], where: str) -> None:
     """Refuses invalid fields of config.json and its rope objects, and sizes that do not divide."""
     ropes = []
@@ -277,11 +298,7 @@ def _check_fields(model: Mapping[str, Any], where: str) -> None:
                     f"{where} {name} {quoted(fields[name])}, which must be {description}."
                 )
     for rope in ropes:
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ROPE_TYPES:
-            raise ValueError(
-                f"{where} rope_type {quoted(kind)}, but known are {', '.join(ROPE_TYPES)}."
-            )
+        _check_rope_type(rope, where)
     heads = model.get("num_attention_heads") or 1
     hidden = model.get("hidden_size") or 2 * heads
     groups = model.get("num_key_value_heads") or 1

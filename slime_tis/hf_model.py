@@ -9,8 +9,13 @@ from typing import Any
 import torch
 
 from slime_tis.errors import first_line
+from slime_tis.families import FAMILIES, Family
+from slime_tis.hf_directory import load_config
 from slime_tis.hf_tensors import INDEX, SINGLE
 from slime_tis.torch_files import NOT_TENSORS, check_torch
+
+NO_FAMILY = Family(title="", model_type="", rotary_class="", weights={})
+"""Stands for architectures that are not in `FAMILIES`."""
 
 
 def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: str) -> Any:
@@ -31,12 +36,17 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
     """
     from transformers import AutoModelForCausalLM
 
+    family = FAMILIES.get(architecture, NO_FAMILY)
+    options = {}
+    if family.read_as is not None:
+        options["config"] = load_config(directory)
     if not any((Path(directory) / name).is_file() for name in (SINGLE, INDEX)):
         check_torch(directory)  # transformers reads pytorch_model.bin
     try:
         with _silent_transformers():
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 directory,
+                **options,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -50,20 +60,18 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
             reason = NOT_TENSORS
         raise ValueError(f"does not load: {reason}") from error
     name = type(model).__name__
-    if name != architecture:
+    if name != architecture and not options:
         raise ValueError(
             f"has the model_type {model.config.model_type} of {name}, but its config.json names"
             f" {architecture}; copy config.json from the model again"
         )
-    nonfinite = []
-    for tensor_name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if not tensor.isfinite().all():
-            nonfinite.append(tensor_name)
+    keys = loaded["unexpected_keys"]
+    unexpected = [key for key in keys if not key.startswith(family.unused_tensors)]
     problems = {
         "lacks": loaded["missing_keys"],
-        f"has tensors that {name} does not have:": loaded["unexpected_keys"],
+        f"has tensors that {name} does not have:": unexpected,
         "has tensors of another shape:": loaded["mismatched_keys"],
-        "holds NaN or infinity in": nonfinite,
+        "holds NaN or infinity in": _not_finite(model),
     }
     for problem, names in problems.items():
         if names:
@@ -71,6 +79,15 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
                 f"{problem} {_some(names)}; give a complete checkpoint of {architecture}"
             )
     return model.eval()
+
+
+def _not_finite(model: torch.nn.Module) -> list[str]:
+    """Returns the names of tensors with NaN or infinity."""
+    names = []
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not tensor.isfinite().all():
+            names.append(name)
+    return names
 
 
 def _some(names: Any) -> str:

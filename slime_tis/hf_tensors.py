@@ -121,7 +121,9 @@ def dimensions(hf: Any) -> dict[str, int]:
         "head": head,
         "queries": hf.num_attention_heads * head,
         "keys": hf.num_key_value_heads * head,
+        "qkv": (hf.num_attention_heads + 2 * hf.num_key_value_heads) * head,
         "inner": hf.intermediate_size,
+        "gate_up": 2 * hf.intermediate_size,
     }
     moe = moe_sizes(hf)
     if moe is not None:

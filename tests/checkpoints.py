@@ -7,10 +7,18 @@ import torch
 from tokenizers import processors
 from transformers import (
     GenerationConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -19,18 +27,29 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from slime_tis.demo import sort_digits
+from slime_tis.hf_model import load_causal_lm
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "mimo": (Qwen2Config, Qwen2ForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
 }
+PUBLISHED_FIELDS = {"mimo": {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}}
+"""Fields of published checkpoints of families that transformers does not know, by family."""
 PAD, BOS, EOS = 0, 1, 2
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO >+-*=:.,?"
 VOCAB_SIZE = 3 + len(CHARACTERS)
@@ -115,8 +134,21 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
                 buffer.normal_(0.0, 0.1, generator=generator)
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(path)
+    config_file = Path(path) / "config.json"
+    fields = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(fields | PUBLISHED_FIELDS.get(family, {}), indent=2))
     make_tokenizer().save_pretrained(path)
     return Path(path)
+
+
+def architecture_of(directory):
+    """The architecture that config.json names."""
+    return json.loads((Path(directory) / "config.json").read_text())["architectures"][0]
+
+
+def transformers_model(directory):
+    """transformers' float32 model of a checkpoint, in evaluation mode."""
+    return load_causal_lm(directory, torch.float32, architecture=architecture_of(directory))
 
 
 def make_task(directory, architecture="Qwen3ForCausalLM"):

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+from slime_tis.families import FAMILIES
 from slime_tis.hf_directory import moe_sizes
 from slime_tis.parity.executions import Side
 from slime_tis.parity.transformers_executions import DTYPES
@@ -34,6 +35,12 @@ def kernels_of(side: Side, device_type: str) -> Kernels | None:
 def _kernels(checkpoint: str, precision: str) -> Kernels:
     """Cached, because the test of the operations takes seconds and both sides need it."""
     hf = read_hf_config(checkpoint)
+    architecture = hf.architectures[0]
+    if FAMILIES[architecture].experts is None and not FAMILIES[architecture].true_on_policy:
+        raise ValueError(
+            f"--true-on-policy does not work with {architecture}, whose operations were not"
+            " compared; remove the flag."
+        )
     if moe_sizes(hf) is not None:
         raise ValueError(
             "--true-on-policy does not work with a mixture of experts; remove the flag."

@@ -31,7 +31,7 @@ from slime_tis.trainer.megatron.memory import bytes_per_token
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 
 if TYPE_CHECKING:  # its import must follow that of slime_tis.trainer.megatron
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from slime_tis.trainer.megatron.model_config import ModelConfig
 
 GIB = 2**30
 """Bytes in a GiB."""
@@ -68,7 +68,7 @@ class Weight(NamedTuple):
     """False if --freeze-params-name-list or --only-train-params-name-list excludes it."""
 
 
-def _backward_bytes(config: TransformerConfig) -> int:
+def _backward_bytes(config: ModelConfig) -> int:
     """Bytes per token of the gradients that exist at once while one layer is differentiated.
 
     In the MLP these are gradients of product, gate and up (3 inner vectors), and of input, output
@@ -113,7 +113,7 @@ class Census:
     """The weights of a model, from which the memory of any layout follows."""
 
     weights: tuple[Weight, ...]
-    transformer: TransformerConfig
+    transformer: ModelConfig
     tied: bool
 
     @property

@@ -283,6 +283,12 @@ MODELS = {
         f"{TINY} 1000000 --vocab-size 64 --ffn-hidden-size 64 --lr 1",
         "",
     ),
+    "published, by name": ("/none/Phi-4", "--lr 1", "pipeline stage 0 does not fit"),
+    "unsupported layers of a name": (
+        "/none/Phi-4-mini-instruct",
+        "--lr 1",
+        "of an unsupported family",
+    ),
     "published": ("/none/Qwen3-32B", "--lr 1", "pipeline stage 0 does not fit"),
     "unknown": (
         "/none/Mine",

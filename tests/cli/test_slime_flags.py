@@ -55,6 +55,12 @@ QWEN3_MOE = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
+GLM4 = {
+    "architectures": ["Glm4ForCausalLM"],
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
 GLM45 = {
     "architectures": ["Glm4MoeForCausalLM"],
     "n_routed_experts": 160,
@@ -130,6 +136,11 @@ def test_all_unknown_flags_are_one_message_in_groups():
             ),
             GLM45,
         ),
+        (
+            "--post-self-attn-layernorm --post-mlp-layernorm --rotary-interleaved"
+            " --rotary-percent 0.5 --add-qkv-bias --num-query-groups 2",
+            GLM4,
+        ),
         ("--num-layers 7 --rotary-base 3", {}),
         ("--num-layers 7 --rotary-base 3", None),
     ],
@@ -139,6 +150,7 @@ def test_all_unknown_flags_are_one_message_in_groups():
         "qwen2.5",
         "qwen3-30b-a3b",
         "glm-4.5",
+        "glm-4-9b-0414",
         "empty config.json",
         "no config.json",
     ],
@@ -149,6 +161,8 @@ def test_flags_that_repeat_config_json_are_accepted(line, model):
 
 # (flags, config.json, part of the message)
 CONTRADICTIONS = [
+    ("--post-mlp-layernorm", QWEN3, "output_norms false"),
+    ("--rotary-interleaved", QWEN3, "rotary_interleaved false"),
     ("--kv-channels 64", QWEN3, "head_dim 128"),
     ("--num-layers", QWEN3, "without a value"),
     ("--normalization LayerNorm", QWEN3, "RMSNorm"),

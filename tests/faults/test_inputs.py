@@ -249,6 +249,10 @@ CONFIGS = {
     ),
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "an unknown rope": ({"rope_parameters": {"rope_type": "wormhole"}}, "'wormhole'"),
+    "a rope of the sequence's length": (
+        {"rope_scaling": {"type": "longrope"}},
+        "rope_type 'longrope'",
+    ),
     "a rope of theta -1": ({"rope_parameters": {"rope_theta": -1}}, "rope_theta -1"),
     "epsilon NaN": (
         b'{"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": NaN}',

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.batch import fixed_partition, make_batch, shard
 from slime_tis.trainer.megatron.hf_weights import named_weights, replaced_weights
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import StepResult, TrainingEngine
-from tests.checkpoints import PAD, VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import PAD, VOCAB_SIZE, make_checkpoint, transformers_model
 from tests.megatron.passes import RECOMPUTE_LAYERS, on_ranks, outputs
 
 TOLERANCE = 1e-5
@@ -74,7 +73,7 @@ def make_samples(vocab_size: int) -> Samples:
 
 def transformers_gradients(directory: Path, samples: Samples) -> dict[str, Tensor]:
     """The gradient of the mean weighted loss, under the tensor names of the checkpoint's file."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = transformers_model(directory)
     total = torch.zeros([])
     for ids, weights in zip(samples.tokens, samples.weights, strict=True):
         logits = model(torch.tensor([ids]), use_cache=False).logits[0, -len(weights) - 1 : -1]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slime_tis.families import FAMILIES
-from tests.checkpoints import FAMILIES as CHECKPOINTS
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.megatron.family_models import FAMILY_MODELS
 from tests.megatron.gradients import (
     OPTIONS,
     beyond_tolerance,
@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = DENSE | {
     "qwen3_moe, first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "qwen2_moe, gated shared expert": ("qwen2_moe", {"norm_topk_prob": False}),
     "glm4_moe, groups, norms, biases, shared experts": ("glm4_moe", GROUPS),
+    **FAMILY_MODELS,
 }
 ONE_RANK_OPTIONS: dict[str, dict[str, Any]] = {
     "two samples at a time": {},
@@ -67,8 +68,8 @@ def test_every_gradient_of_dense_models_on_ranks(ranks, layout, tmp_path):
 
 
 def test_every_supported_family_is_compared():
-    compared = {CHECKPOINTS[family][1].__name__ for family, _ in MODELS.values()}
-    assert compared == set(FAMILIES)
+    compared = {family for family, _ in MODELS.values()}
+    assert compared == {family.model_type for family in FAMILIES.values()}
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from slime_tis.trainer.megatron.hf_weights import GATHERED_BYTES
 from slime_tis.trainer.megatron.packing import RowSplit, pack
 from slime_tis.trainer.megatron.sharded_checkpoint import save_hf
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from tests.checkpoints import FAMILIES as CHECKPOINTS
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, transformers_model
+from tests.megatron.family_models import FAMILY_MODELS
 from tests.megatron.passes import on_ranks
 
 LENGTHS = (7, 13, 20)
@@ -64,11 +64,12 @@ CASES = {
         "glm4_moe",
         {"num_experts_per_tok": 1, "norm_topk_prob": False},
     ),
+    **FAMILY_MODELS,
 }
 
 
 def compare(directory, parallel, layout):
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    reference = transformers_model(directory)
     vocab = reference.config.vocab_size
     splits = (
         parallel.tensor_size > 1 and moe_sizes(reference.config) is not None
@@ -130,8 +131,8 @@ def test_models_match_transformers(ranks, tmp_path):
 
 
 def test_every_family_that_the_command_line_accepts_is_compared():
-    compared = {CHECKPOINTS[family][1].__name__ for family, _ in CASES.values()}
-    assert compared == set(FAMILIES)
+    compared = {family for family, _ in CASES.values()}
+    assert compared == {family.model_type for family in FAMILIES.values()}
 
 
 @pytest.fixture(scope="module")

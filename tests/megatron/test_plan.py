@@ -12,6 +12,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slime_tis.families import FAMILIES
 from slime_tis.main import main
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron import memory
@@ -68,14 +69,8 @@ GLM_4_5 = {
 
 def write_config(directory, family, sizes):
     """A model of transformers' family, as config.json alone."""
-    architecture = {
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "glm4_moe": "Glm4MoeForCausalLM",
-    }
-    AutoConfig.for_model(family, architectures=[architecture[family]], **sizes).save_pretrained(
-        directory
-    )
+    (architecture,) = [name for name, entry in FAMILIES.items() if entry.model_type == family]
+    AutoConfig.for_model(family, architectures=[architecture], **sizes).save_pretrained(directory)
 
 
 @pytest.mark.slow
@@ -143,6 +138,9 @@ LAYOUTS = {
             "freeze_params_name_list": ("embedding", "linear_fc2", "q_layernorm"),
         },
     ),
+    "fused projections": ("phi3", 2, {"tensor_model_parallel_size": 2}),
+    "norms over all heads": ("olmo2", 2, {"tensor_model_parallel_size": 2}),
+    "norms of outputs": ("glm4", 2, {"pipeline_model_parallel_size": 2}),
     "experts": (
         "qwen3_moe",
         4,
@@ -457,6 +455,8 @@ SMOLLM2 = {
     "context_parallel_size": 1,
     "expert_tensor_parallel_size": None,
     "qk_layernorm": False,
+    "norms_all_heads": False,
+    "norms_outputs": False,
     "use_te_activation_func": True,
 }
 HEAD = 12 * 576
@@ -519,6 +519,13 @@ CASES = {
         -1,
         2 * (30 * 576 + PER_LAYER) + HEAD,
     ),
+    "norms over all heads": (
+        {"norms_all_heads": True},
+        0,
+        -1,
+        4 * 30 * (PER_LAYER + 576 + 2 * 192) + HEAD,
+    ),
+    "norms of outputs": ({"norms_outputs": True}, 0, -1, 4 * 30 * (PER_LAYER + 2 * 576) + HEAD),
     "norms of queries and keys": (
         {"qk_layernorm": True},
         0,

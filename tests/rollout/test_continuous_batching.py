@@ -36,7 +36,24 @@ from tests.checkpoints import EOS, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe",
+    "mistral",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "mimo",
+    "glm4",
+]
+SIZES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 6},
+    "smollm3": {"num_hidden_layers": 4},  # the fourth one has no rotary embedding
+}
+"""Fields of config.json with the properties that distinguish a family."""
 
 
 @dataclass
@@ -60,9 +77,8 @@ def batching(tmp_path_factory: pytest.TempPathFactory) -> MakeScheduler:
 
     def make(family: str, **options: Any) -> ContinuousBatching:
         if family not in models:
-            path = make_checkpoint(
-                tmp_path_factory.mktemp("model") / family, family, max_position_embeddings=512
-            )
+            fields = {"max_position_embeddings": 512, **SIZES.get(family, {})}
+            path = make_checkpoint(tmp_path_factory.mktemp("model") / family, family, **fields)
             models[family] = {
                 "model": load_model(path, torch.float32),
                 "tokenizer": load_tokenizer(path),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.families import FAMILIES, Experts
+from slime_tis.families import FAMILIES, Experts, family_titles
 from slime_tis.options.flags import Flag
 from slime_tis.options.values import SWITCHES, nearest, similar
 from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
@@ -76,12 +76,15 @@ RESTATED: Mapping[str, Restated] = {
     "--use-rotary-position-embeddings": Restated("position_embedding_type", ("rope",)),
     "--rotary-base": Restated("rope_theta"),
     "--rotary-percent": Restated("partial_rotary_factor"),
+    "--rotary-interleaved": Restated("rotary_interleaved", (True,)),
     "--use-rope-scaling": Restated("rope_scaling", (True,)),
     "--rotary-scaling-factor": Restated("rope_scaling_factor"),
     "--swiglu": Restated("hidden_act", ("silu", "swish")),
     "--disable-bias-linear": Restated("mlp_bias", (False,)),
     "--add-qkv-bias": Restated("attention_bias", (True,)),
     "--qk-layernorm": Restated("qk_norm", (True,)),
+    "--post-self-attn-layernorm": Restated("output_norms", (True,)),
+    "--post-mlp-layernorm": Restated("output_norms", (True,)),
     "--untie-embeddings-and-output-weights": Restated("tie_word_embeddings", (False,)),
     "--num-experts": Restated("num_experts"),
     "--moe-router-topk": Restated("num_experts_per_tok"),
@@ -151,10 +154,7 @@ CONFIG = "the model follows the checkpoint's config.json; remove the flag"
 REMOVE = "this program has no counterpart; remove it, or use slime"
 NO_CRITIC = "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus"
 NO_FINE_TUNING = "there is no supervised fine-tuning; use slime"
-LAYERS = (
-    "the model has layers that this program lacks; use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE"
-    " or GLM-4.5 checkpoint"
-)
+LAYERS = f"the model has layers that this program lacks; supported are {family_titles()}"
 NO_ADAPTERS = "this program trains the model's own weights, not adapters; use slime"
 
 RAW_REWARDS = "--custom-reward-post-process-path slime_tis.trainer.rewards.raw.raw_rewards"
@@ -221,8 +221,7 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
     (
         "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim "
         "--qk-pos-emb-head-dim --v-head-dim --mscale --mscale-all-dim --use-gated-attention "
-        "--attention-output-gate --no-position-embedding --rotary-interleaved "
-        "--apply-layernorm-1p --post-self-attn-layernorm --post-mlp-layernorm "
+        "--attention-output-gate --no-position-embedding --apply-layernorm-1p "
         "--qwen-gdn-backend --freeze-indexer"
     ): (LAYERS),
 }
@@ -428,6 +427,8 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or name not in FAMILIES:
         return facts
     family = FAMILIES[name]
+    facts["rotary_interleaved"] = family.attention.rotary_pairs == "neighbors"
+    facts["output_norms"] = family.norms != "inputs"
     facts["qk_norm"] = _family_fact(facts, family.attention.qk_norm)
     facts["attention_bias"] = _family_fact(facts, family.attention.qkv_bias)
     if family.experts is not None:

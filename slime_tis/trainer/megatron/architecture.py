@@ -5,6 +5,7 @@ The supported families are in `slime_tis.families`.
 
 import importlib
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,24 +16,26 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.families import Family, family_of, flag_value
+from slime_tis.families import Family, attention_windows, family_of, flag_value
 from slime_tis.hf_directory import load_config, moe_sizes, read_model_config
 from slime_tis.hf_tensors import head_size
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.invariant.self_check import Kernels, ModelShapes
+from slime_tis.trainer.megatron.family_layers import AllHeadsNorm, NormThenAdd
 from slime_tis.trainer.megatron.invariant_layers import use_invariant_operations
 from slime_tis.trainer.megatron.layers import (
+    AttentionTraits,
     MoeRouter,
     TorchAttention,
     TorchMLP,
@@ -41,6 +44,7 @@ from slime_tis.trainer.megatron.layers import (
     release_probabilities,
     separate_expert_gradients,
 )
+from slime_tis.trainer.megatron.model_config import ModelConfig
 from slime_tis.trainer.megatron.packing import PackedSequences, RotaryAngles
 from slime_tis.trainer.megatron.parallel import Parallel
 
@@ -140,7 +144,7 @@ class Model:
     """This rank's part of a GPTModel, and its configurations."""
 
     module: ResponseModel
-    config: TransformerConfig
+    config: ModelConfig
     hf_config: HfConfig
     rotary: RotaryAngles | None
     """Rotary angles for `pack`; None if the layers compute them."""
@@ -194,7 +198,7 @@ def build_model(
     if engine:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
     else:
-        spec = _torch_spec(transformer, kernels)
+        spec = _torch_spec(transformer, hf, parallel, kernels)
     module = ResponseModel(
         transformer,
         spec,
@@ -219,18 +223,18 @@ def build_model(
     return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
 
 
-def transformer_config(
-    hf: HfConfig, config: MegatronConfig, parallel: Parallel
-) -> TransformerConfig:
+def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> ModelConfig:
     """Returns megatron-core's configuration of a Hugging Face model under the parallel layout."""
     family = family_of(hf)
     engine = uses_transformer_engine(hf, parallel)
-    same_options = fields_in_common(config, TransformerConfig)
+    same_options = fields_in_common(config, ModelConfig)
     # megatron-core reads it only to choose layers, which `build_model` does
     del same_options["transformer_impl"]
+    has_qk_norm = flag_value(hf, family.attention.qk_norm)
+    over_all_heads = family.attention.qk_norm_over == "all_heads"
     dtype = DTYPES[config.precision]
     on_cpu = parallel.device.type == "cpu"
-    return TransformerConfig(
+    return ModelConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
@@ -243,7 +247,9 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=flag_value(hf, family.attention.qkv_bias),
-        qk_layernorm=flag_value(hf, family.attention.qk_norm),
+        qk_layernorm=has_qk_norm and not over_all_heads,
+        norms_all_heads=has_qk_norm and over_all_heads,
+        norms_outputs=family.norms == "both",
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -350,7 +356,9 @@ def invariant_shapes(hf: HfConfig, ranks: int) -> ModelShapes:
     )
 
 
-def _torch_spec(config: TransformerConfig, kernels: Kernels | None) -> TransformerBlockSubmodules:
+def _torch_spec(
+    config: ModelConfig, hf: HfConfig, parallel: Parallel, kernels: Kernels | None
+) -> TransformerBlockSubmodules:
     """Returns the specification of the layers of this pipeline stage."""
     norm: Any = TorchRMSNorm
     if kernels is not None:
@@ -365,10 +373,12 @@ def _torch_spec(config: TransformerConfig, kernels: Kernels | None) -> Transform
         for number in range(len(layers)):
             if config.moe_layer_freq[first + number]:
                 layers[number] = sparse
+    for layer in {id(layer): layer for layer in layers}.values():
+        _use_family_layers(layer, config, hf, parallel)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _torch_layer_spec(config: TransformerConfig, num_experts: int | None, norm: Any) -> Any:
+def _torch_layer_spec(config: ModelConfig, num_experts: int | None, norm: Any) -> Any:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=num_experts)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TorchAttention
@@ -385,3 +395,46 @@ def _torch_layer_spec(config: TransformerConfig, num_experts: int | None, norm: 
         mlp.submodules.experts.submodules.activation_func = TorchSwiGLU
         mlp.submodules.shared_experts.submodules.activation_func = TorchSwiGLU
     return layer
+
+
+def _use_family_layers(
+    layer: ModuleSpec, config: ModelConfig, hf: HfConfig, parallel: Parallel
+) -> None:
+    """Changes the specification of a layer where the family differs from Llama."""
+    family = family_of(hf)
+    attention = layer.submodules.self_attention.submodules
+    traits = attention_traits(hf)
+    if any(layer_traits != AttentionTraits() for layer_traits in traits):
+        attention.core_attention = partial(attention.core_attention, traits=traits)
+    if config.norms_all_heads:
+        attention.q_layernorm = _all_heads_norm(config.num_attention_heads, parallel)
+        attention.k_layernorm = _all_heads_norm(config.num_query_groups, parallel)
+    if family.norms == "outputs":
+        layer.submodules.input_layernorm = IdentityOp
+        layer.submodules.pre_mlp_layernorm = IdentityOp
+    if family.norms != "inputs":
+        output_norm = ModuleSpec(NormThenAdd, params={"config": config})
+        layer.submodules.self_attn_bda = output_norm
+        layer.submodules.mlp_bda = output_norm
+
+
+def _all_heads_norm(heads: int, parallel: Parallel) -> ModuleSpec:
+    return ModuleSpec(AllHeadsNorm, params={"heads": heads, "group": parallel.tensor_group})
+
+
+def attention_traits(hf: Any) -> tuple[AttentionTraits, ...]:
+    """Returns the attention's traits of every layer of the model."""
+    attention = family_of(hf).attention
+    layers = range(hf.num_hidden_layers)
+    rotates = [True for _ in layers]
+    if attention.rotary_layers is not None:
+        rotates = [bool(flag) for flag in getattr(hf, attention.rotary_layers)]
+    windows = attention_windows(hf)
+    return tuple(
+        AttentionTraits(
+            rotates=rotates[layer],
+            turns_neighbors=attention.rotary_pairs == "neighbors",
+            window=windows[layer],
+        )
+        for layer in layers
+    )

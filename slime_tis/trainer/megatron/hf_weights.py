@@ -60,6 +60,15 @@ def _join_qkv(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
     return [tensor.flatten(0, 1) for tensor in joined.split([queries * head, head, head], 1)]
 
 
+def _split_fused_qkv(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
+    """Returns this rank's key-value groups of one tensor with all queries, keys and values."""
+    heads = hf.num_attention_heads
+    groups = hf.num_key_value_heads
+    head = len(tensors[0]) // (heads + 2 * groups)
+    parts = tensors[0].split([heads * head, groups * head, groups * head])
+    return _split_qkv(list(parts), rank, size, hf)
+
+
 def _split_gated(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
     """Returns this rank's rows of the gate projection, then those of the up projection."""
     shards = [tensor.chunk(size, -2)[rank] for tensor in tensors]
@@ -77,6 +86,11 @@ def _join_gated(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
     return [torch.cat(gates, -2), torch.cat(ups, -2)]
 
 
+def _split_fused_gated(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
+    """Returns this rank's rows of both halves of a tensor with gate and up projection."""
+    return _split_gated(list(tensors[0].chunk(2)), rank, size, hf)
+
+
 # "rows" and "gated" count dimensions from the last one, because experts are joined in a stack
 # [experts, out, in].
 LAYOUTS = {
@@ -85,9 +99,17 @@ LAYOUTS = {
         lambda t, rank, size, hf: t[0].chunk(size, -1)[rank],
         lambda shards, hf: [torch.cat(shards, -1)],
     ),
+    "columns": Layout(
+        lambda t, rank, size, hf: t[0].chunk(size)[rank],
+        lambda shards, hf: [torch.cat(shards)],
+    ),
     "vocab": Layout(_split_vocab, lambda shards, hf: [torch.cat(shards)[: hf.vocab_size]]),
     "qkv": Layout(_split_qkv, _join_qkv),
+    "fused_qkv": Layout(_split_fused_qkv, lambda shards, hf: [torch.cat(_join_qkv(shards, hf))]),
     "gated": Layout(_split_gated, _join_gated),
+    "fused_gated": Layout(
+        _split_fused_gated, lambda shards, hf: [torch.cat(_join_gated(shards, hf))]
+    ),
 }
 
 FUSED_NORMS = {

@@ -6,7 +6,7 @@ the input of SwiGLU, silu(gate), a copy of the other factor and the product: fiv
 size. Here only the input is saved, twice the inner size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +28,18 @@ from slime_tis.trainer.megatron.packing import PackedSequences
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionTraits:
+    """How the attention of one layer differs from Llama's."""
+
+    rotates: bool = True
+    """Whether queries and keys get a rotary embedding."""
+    turns_neighbors: bool = False
+    """Whether the rotary embedding turns the features 2i and 2i + 1 instead of i and i + d/2."""
+    window: int | None = None
+    """Number of last tokens, itself included, that a token sees; None for all."""
+
+
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """Rotary embedding and causal attention over packed sequences.
 
@@ -39,13 +51,25 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
         invariant: bool = False,
+        traits: Sequence[AttentionTraits] = (),
         **_: Any,
     ) -> None:
-        """`invariant`: whether a token's output has the same bits in every batch."""
+        """Builds the attention of the layer `layer_number`, which counts from 1.
+
+        Args:
+            config: megatron-core's configuration.
+            layer_number: Number of the layer in the whole model.
+            softmax_scale: Factor on products of queries and keys; None for d^(-1/2).
+            pg_collection: megatron-core's process groups.
+            invariant: Whether a token's output has the same bits in every batch.
+            traits: For each layer of the model; empty for Llama's attention.
+        """
         super().__init__(config=config)
+        self.traits = traits[layer_number - 1] if traits else AttentionTraits()
         self.softmax_scale = softmax_scale
         self.invariant = invariant
         self.context_group = pg_collection.cp
@@ -61,10 +85,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
     ) -> Tensor:
         """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
         layout = packed_seq_params
-        assert layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
-        rotation = operations.rotate if self.invariant else rotate
-        query = rotation(query, layout.cos, layout.sin)
-        key = rotation(key, layout.cos, layout.sin)
+        if self.traits.rotates:
+            query = self._rotated(query, layout)
+            key = self._rotated(key, layout)
         if self.context_group.size() > 1:
             local = torch.stack([key, value], 1)
             # gathers along the first dimension, the tokens
@@ -81,8 +104,19 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             outputs.append(output)
         return layout.packed(outputs).flatten(1)
 
+    def _rotated(self, x: Tensor, layout: PackedSequences) -> Tensor:
+        """Applies the rotary embedding to queries or keys [tokens, heads, d]."""
+        assert layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
+        if self.invariant:
+            return operations.rotate(x, layout.cos, layout.sin)
+        if self.traits.turns_neighbors:
+            x = neighbors_apart(x, 2 * layout.cos.shape[-1])
+        return rotate(x, layout.cos, layout.sin)
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Returns [rows, heads, Lq, d] of a padded batch; the mask is [rows, 1, Lq, Lk] or None."""
+        if self.traits.window is not None and self.traits.window < key.shape[-2]:
+            mask = windowed(mask, self.traits.window, key)
         if self.invariant:
             scale = self.softmax_scale
             if scale is None:
@@ -98,6 +132,34 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             is_causal=mask is None,
             scale=self.softmax_scale,
         )
+
+
+def windowed(mask: Tensor | None, window: int, key: Tensor) -> Tensor:
+    """Returns a mask without the keys before the last `window` ones that it shows to a query.
+
+    Args:
+        mask: [rows, 1, Lq, Lk]; its keys are in the order of positions, and the last one that a
+            query sees is its own. None for causal attention, Lq = Lk.
+        window: Number of keys.
+        key: [rows, heads, Lk, d], for the length and the device.
+    """
+    length = key.shape[-2]
+    index = torch.arange(length, device=key.device)
+    if mask is None:
+        mask = (index <= index[:, None])[None, None]
+    last = mask.sum(-1, keepdim=True)
+    return mask & (index >= last - window)
+
+
+def neighbors_apart(x: Tensor, width: int) -> Tensor:
+    """Moves the features 2i of the first `width` ones to i, and 2i + 1 to i + width/2.
+
+    `rotate` then turns pairs of neighbors. Queries and keys are reordered alike, so that their
+    products stay the same.
+    """
+    turned, rest = x.split([width, x.shape[-1] - width], -1)
+    apart = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat([apart, rest], -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

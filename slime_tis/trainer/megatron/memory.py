@@ -13,8 +13,9 @@ from typing import Any
 
 import psutil
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from slime_tis.trainer.megatron.model_config import ModelConfig
 
 BUDGET_SHARE = 0.5
 """Share of the free memory for a micro-batch: the rest is for caches, buckets and
@@ -81,7 +82,7 @@ def _free_in_container() -> int:
     return max(int(limit) - used, 0)
 
 
-def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> int:
+def bytes_per_token(config: ModelConfig, logits: int, chunk_size: int) -> int:
     """Returns bytes per token of a micro-batch at the peak of a training step.
 
     * The layers save for autograd what `_saved_values` counts. With pipeline parallelism the first
@@ -107,7 +108,7 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     return int(size * _saved_values(config) + log_probs + logits_bytes)
 
 
-def _saved_values(config: TransformerConfig) -> float:
+def _saved_values(config: ModelConfig) -> float:
     """Returns values per token that the layers keep for the backward pass, over all micro-batches.
 
     With full recomputation, a layer (`block`), or a group of layers (`uniform`), keeps its input.
@@ -128,10 +129,10 @@ def _saved_values(config: TransformerConfig) -> float:
     return recomputed * inputs + complete * per_layer
 
 
-def _values_of_a_layer(config: TransformerConfig) -> float:
+def _values_of_a_layer(config: ModelConfig) -> float:
     """Returns values per token that one layer saves for autograd.
 
-    * Inputs and outputs of both norms: 4 hidden vectors.
+    * Inputs and outputs of both norms: 4 hidden vectors. Inputs of norms of outputs: 2 more.
     * Queries, keys and values repeated for them, and the output of the attention twice: 5 vectors
       of all queries. Keys and values: 2 vectors of all groups. The attention in plain torch repeats
       the keys and values of all context-parallel ranks.
@@ -149,7 +150,7 @@ def _values_of_a_layer(config: TransformerConfig) -> float:
         repeated = 2 * config.context_parallel_size
         inner_vectors = 2
     attention = (3 + repeated) * queries + 2 * groups
-    if config.qk_layernorm:
+    if config.qk_layernorm or config.norms_all_heads:
         attention += queries + 2 * groups
     inner = inner_vectors * config.ffn_hidden_size
     expert_inputs: float = 0
@@ -160,11 +161,12 @@ def _values_of_a_layer(config: TransformerConfig) -> float:
         inner = max(inner if has_dense_layers else 0, 4 * sparse)
         expert_tensor = config.expert_tensor_parallel_size or tensor
         expert_inputs = config.moe_router_topk * config.hidden_size * expert_tensor / tensor
-    values: float = 4 * _hidden_values(config) + (attention + inner) / tensor + expert_inputs
+    norms = 6 if config.norms_outputs else 4
+    values: float = norms * _hidden_values(config) + (attention + inner) / tensor + expert_inputs
     return values
 
 
-def _hidden_values(config: TransformerConfig) -> float:
+def _hidden_values(config: ModelConfig) -> float:
     """Returns values per token of a hidden state on one rank."""
     hidden: float = config.hidden_size
     if config.sequence_parallel:  # which divides the tokens

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from slime_tis.families import FAMILIES, family_titles
 from slime_tis.options.flags import Flag, flags_of
 from slime_tis.trainer.cli.slime_flags import RESTATED
 from slime_tis.trainer.port.gpus import count
@@ -73,6 +74,54 @@ PUBLISHED: Mapping[str, str] = {
         "--num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 24 "
         "--num-query-groups 8 --vocab-size 128256"
     ),
+    "mistral-7b": (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        f"--num-query-groups 8 --vocab-size 32768 {_UNTIED}"
+    ),
+    "mistral-small-24b": (
+        "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 32768 --num-attention-heads 32 "
+        f"--num-query-groups 8 --kv-channels 128 --vocab-size 131072 {_UNTIED}"
+    ),
+    "phi-4": (
+        "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 17920 --num-attention-heads 40 "
+        f"--num-query-groups 10 --vocab-size 100352 {_UNTIED}"
+    ),
+    "smollm3-3b": (
+        "--num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008 --num-attention-heads 16 "
+        "--num-query-groups 4 --vocab-size 128256"
+    ),
+    "olmo-2-0425-1b": (
+        "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
+        f"--vocab-size 100352 {_UNTIED}"
+    ),
+    "olmo-2-1124-7b": (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
+        f"--vocab-size 100352 {_UNTIED}"
+    ),
+    "olmo-2-1124-13b": (
+        "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40 "
+        f"--vocab-size 100352 {_UNTIED}"
+    ),
+    "olmo-2-0325-32b": (
+        "--num-layers 64 --hidden-size 5120 --ffn-hidden-size 27648 --num-attention-heads 40 "
+        f"--num-query-groups 8 --vocab-size 100352 {_UNTIED}"
+    ),
+    "mimo-7b": (
+        "--num-layers 36 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
+        f"--num-query-groups 8 --vocab-size 151680 --add-qkv-bias {_UNTIED}"
+    ),
+    "glm-4-9b-0414": (
+        "--num-layers 40 --hidden-size 4096 --ffn-hidden-size 13696 --num-attention-heads 32 "
+        f"--num-query-groups 2 --kv-channels 128 --vocab-size 151552 --add-qkv-bias {_UNTIED}"
+    ),
+    "glm-4-32b-0414": (
+        "--num-layers 61 --hidden-size 6144 --ffn-hidden-size 23040 --num-attention-heads 48 "
+        f"--num-query-groups 2 --kv-channels 128 --vocab-size 151552 {_UNTIED}"
+    ),
+    "glm-z1-32b-0414": (
+        "--num-layers 61 --hidden-size 6144 --ffn-hidden-size 23040 --num-attention-heads 48 "
+        f"--num-query-groups 8 --kv-channels 128 --vocab-size 151552 {_UNTIED}"
+    ),
     "glm-4.5-air": (
         "--num-layers 46 --hidden-size 4096 --ffn-hidden-size 10944 --num-attention-heads 96"
         " --num-query-groups 8 --kv-channels 128 --vocab-size 151552 --moe-ffn-hidden-size 1408"
@@ -83,10 +132,22 @@ PUBLISHED: Mapping[str, str] = {
 """Sizes of published models of the supported families, in Megatron's flags, by a part of the
 directory's name."""
 
+ARCHITECTURES: Mapping[str, str] = {
+    "mistral": "MistralForCausalLM",
+    "phi-4": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo-2": "Olmo2ForCausalLM",
+    "mimo": "MiMoForCausalLM",
+    "glm-4-": "Glm4ForCausalLM",
+    "glm-z1-": "Glm4ForCausalLM",
+}
+"""Architectures that Megatron's flags do not tell, by the beginning of the directory's name."""
+
 OTHER_FAMILIES = re.compile(
-    r"(kimi|moonlight|deepseek-v[2-9]|deepseek-r1(?!-distill|-0528-qwen3)|gpt-oss|gemma|mimo|"
-    r"minimax|nemotron|qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-(9b|32b)|"
-    r"glm-?4\.7-flash|glm-?5|mistral|mixtral|phi)"
+    r"(kimi|moonlight|deepseek-v[2-9]|deepseek-r1(?!-distill|-0528-qwen3)|gpt-oss|gemma|mimo-v|"
+    r"minimax|nemotron|qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
+    r"glm-?4\.7-flash|glm-?5|mistral-small-3\.[1-9]|mistral-large|mixtral|"
+    r"phi-[1-3]|phi-4-(mini|multimodal)|olmoe)"
 )
 """Names of models whose layers this program does not have. Distilled DeepSeek models are Qwen or
 Llama models."""
@@ -102,7 +163,7 @@ def name_problem(directory: str) -> str | None:
     if OTHER_FAMILIES.search(name):
         return (
             f"--hf-checkpoint is {directory}, by its name of an unsupported family; "
-            "supported are Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and GLM-4.5"
+            f"supported are {family_titles()}"
         )
     if QUANTIZED.search(name):
         return (
@@ -134,6 +195,14 @@ def model_from_script(given: Mapping[str, Flag], directory: str) -> dict[str, An
         assert sizes is not None
     if "num_experts" in sizes:
         return sizes | _experts(given, sizes)
+    name = PurePosixPath(directory).name.lower()
+    for beginning, architecture in ARCHITECTURES.items():
+        if name.startswith(beginning):
+            return sizes | {
+                "architectures": [architecture],
+                "model_type": FAMILIES[architecture].model_type,
+                "attention_bias": "--add-qkv-bias" in given,
+            }
     # Megatron's flags have no name of a family: norms on queries and keys tell Qwen3 from the
     # others, and biases on projections tell Qwen2 from Llama.
     family = "Llama"

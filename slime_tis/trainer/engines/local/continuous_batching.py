@@ -38,6 +38,7 @@ from slime_tis.trainer.engines.function_requests import (
     request_uniforms,
     response_text,
 )
+from slime_tis.trainer.engines.local.attention_masks import attention_masks
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.slot_cache import Slot, SlotCache, Window, Work
 from slime_tis.trainer.engines.local.token_sampling import sample_tokens
@@ -464,13 +465,12 @@ class ContinuousBatching:
             positions_BT = positions_BT.clamp(min=0)
             window.position_T = positions_BT[window.row_T, window.column_T]
         self._cache.begin(window)
-        allowed = torch.arange(window.keys, device=device) <= positions_BT[:, :, None]
-        mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=device)
-        mask.masked_fill_(~allowed, -torch.inf)
+        config = self.model.config
+        masks = attention_masks(config, positions_BT, window.keys, self.model.dtype)
         with self._recorder or nullcontext():
             output = self.model(
                 input_ids=ids_BT,
-                attention_mask=mask[:, None],
+                attention_mask=masks,
                 position_ids=positions_BT,
                 past_key_values=self._cache.states,
                 use_cache=True,

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from slime_tis.families import FAMILIES
 from slime_tis.trainer.engines.function_requests import Generation, Request, StopStrings
 from slime_tis.trainer.engines.local.routing import Routing
 
@@ -259,7 +260,12 @@ def check_config(config: PreTrainedConfig) -> None:
         ValueError: A layer has no full key/value cache, or rotary embeddings depend on the batch.
     """
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
-    others = sorted(kinds - {DynamicLayer.__name__})
+    supported = {DynamicLayer.__name__}
+    family = FAMILIES.get((config.architectures or [""])[0])
+    if family is not None and family.attention.window is not None:
+        # Slots keep all keys, and the masks hide those outside of the window.
+        supported.add(DynamicSlidingWindowLayer.__name__)
+    others = sorted(kinds - supported)
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     rope = rope_parameters.get("rope_type")
     if others:

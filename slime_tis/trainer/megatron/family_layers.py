@@ -1,0 +1,76 @@
+"""Layers that only some model families have, in plain torch, as megatron-core spec modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from slime_tis.trainer.megatron.layers import TorchRMSNorm
+
+
+class NormThenAdd(nn.Module):
+    """residual + norm(output), in the place of megatron-core's `bias_dropout_add`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        norm = TorchRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.weight = norm.weight
+        # A registered module would give the weight a second name.
+        self._norm = (norm,)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Returns the function that megatron-core applies to the output of attention or MLP."""
+
+        def add(
+            output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+        ) -> Tensor:
+            output, bias = output_and_bias
+            if bias is not None:
+                output = output + bias
+            normalized: Tensor = self._norm[0](output)
+            return residual + normalized
+
+        return add
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over the features of all heads, which tensor-parallel ranks divide."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, heads: int, group: Any
+    ) -> None:
+        """Makes the weights of this rank's heads.
+
+        Args:
+            config: megatron-core's configuration.
+            hidden_size: Features of a head.
+            eps: ε of the norm.
+            heads: Heads on all ranks.
+            group: The tensor-parallel ranks.
+        """
+        super().__init__()
+        self.features = heads * hidden_size
+        self.eps = eps
+        self.group = group
+        own_features = self.features // group.size()
+        self.weight = nn.Parameter(torch.ones(own_features, dtype=config.params_dtype))
+        # megatron-core's gradient norm then counts the weights of every rank
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes x [..., heads of this rank, d]."""
+        wide = x.flatten(-2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        # The sum over the ranks is an input of every rank. The second function sums its gradient.
+        total = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+        total = copy_to_tensor_model_parallel_region(total, group=self.group)
+        scale = (total / self.features + self.eps).rsqrt()
+        normalized = (wide * scale * self.weight).to(x.dtype)
+        output: Tensor = normalized.unflatten(-1, x.shape[-2:])
+        return output

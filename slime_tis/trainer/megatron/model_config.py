@@ -1,0 +1,17 @@
+"""megatron-core's configuration of a model, and what it has no fields for."""
+
+from dataclasses import dataclass
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class ModelConfig(TransformerConfig):  # type: ignore[misc]  # megatron-core has no types
+    """The configuration of the layers of one model."""
+
+    norms_all_heads: bool = False
+    """Whether norms of queries and keys are over all heads. megatron-core's `qk_layernorm` is then
+    off: with it, gradients of the norms' weights would be summed over tensor-parallel ranks, which
+    is wrong for weights that these ranks divide."""
+    norms_outputs: bool = False
+    """Whether outputs of attention and MLP are normalized in addition to their inputs."""
