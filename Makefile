@@ -260,6 +260,7 @@ format: install  ## Format, and fix what the linter can
 docs: install  ## Write the generated parts of docs/: flags, packages, plots and tables of the studies
 	$(BIN)/python docs/write_flags.py
 	$(BIN)/python docs/write_slime_flags.py
+	$(BIN)/python docs/write_ported_options.py
 	$(BIN)/python -m studies.collapse.report
 	$(BIN)/python -m studies.comparison.compare
 	$(BIN)/python -m studies.real_model.mismatch --draw

@@ -2,7 +2,7 @@
 
     slime-tis train --hf-checkpoint DIR …    trains, as `python train.py …` in a checkout
     slime-tis demo                           trains a tiny model, and reports its mismatch
-    slime-tis port run.sh                    prints a launch script of slime in this program's flags
+    slime-tis port run.sh                    prints another trainer's script in this program's flags
     slime-tis plan --world-size N [FLAGS]    prints the memory per rank of a layout, without a GPU
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
     slime-tis what-if RUN_OR_DUMP [FLAGS]    prints what corrections would have done to these tokens
@@ -287,7 +287,7 @@ def _parser(
     )
 
     add = command(
-        "port", "print a launch script of slime in the flags of train.py, without running it"
+        "port", "print a script of another trainer in the flags of train.py, without running it"
     )
     add("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
     memory = "memory of a GPU, for the check whether the layout fits (default %(default)g)"

@@ -59,10 +59,7 @@ def task(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def flags_writer():
-    spec = importlib.util.spec_from_file_location("write_flags", DOCS / "write_flags.py")
-    writer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(writer)
-    return writer
+    return writer_of("flags")
 
 
 def test_flags_page_is_what_its_writer_writes(flags_writer):
@@ -74,12 +71,21 @@ def test_options_schema_is_what_its_writer_writes(flags_writer):
     assert written == flags_writer.render_schema(), "run `make docs`"
 
 
-def slime_flags_writer():
-    """docs/write_slime_flags.py as a module."""
-    spec = importlib.util.spec_from_file_location("slime_flags", DOCS / "write_slime_flags.py")
+def writer_of(page: str):
+    """The program that writes a page, as a module."""
+    spec = importlib.util.spec_from_file_location(page, DOCS / f"write_{page}.py")
     writer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(writer)
     return writer
+
+
+def slime_flags_writer():
+    return writer_of("slime_flags")
+
+
+def test_page_of_ported_options_is_what_its_writer_writes():
+    written = (DOCS / "ported_options.md").read_text()
+    assert written == writer_of("ported_options").render(), "run `make docs`"
 
 
 def test_page_of_slimes_flags_is_what_its_writer_writes():
@@ -503,7 +509,7 @@ OTHER_PROGRAMS = """
 benchmarks/, tools/, other `slime-tis …`."""
 
 
-WRITTEN = ("flags.md", "slime_flags.md")
+WRITTEN = ("flags.md", "slime_flags.md", "ported_options.md")
 """Pages that are written from the flags themselves."""
 
 

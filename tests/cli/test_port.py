@@ -405,12 +405,9 @@ def test_words_of_the_training_command(tmp_path, text, words):
     assert found == (words.split(" ") if isinstance(words, str) else words)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("run.py", "is a Python program"), ("none.sh", "is not a file")]
-)
-def test_other_files_are_refused(tmp_path, name, message):
-    with pytest.raises(ValueError, match=message):
-        read_launch(tmp_path / name)
+def test_missing_script_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a file"):
+        read_launch(tmp_path / "none.sh")
 
 
 @pytest.mark.parametrize("memory", ["nan", "0", "-1", "inf"])

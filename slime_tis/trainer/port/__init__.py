@@ -1,1 +1,1 @@
-"""`slime-tis port`: launch scripts of slime and vime as command lines of train.py."""
+"""`slime-tis port`: launch scripts of other trainers as command lines of train.py."""

@@ -12,7 +12,7 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +37,16 @@ ARITHMETIC = {
 }
 """Operators that `_calculated` knows, by their classes in Python's grammar."""
 PROGRAMS = ("train.py", "train_async.py")
+VERL = ("verl.trainer.main_ppo", "main_ppo.py")
+"""verl's program, as a module and as a file."""
+TRL_COMMANDS = ("grpo", "rloo")
+"""Commands of `trl` that sample."""
+TRL_FLAGS = ("--use_vllm", "--use-vllm")
+"""Flags that tell a user's program with TRL's options from others."""
+TRAINING = re.compile("train|main_ppo|trl|vllm", re.IGNORECASE)
+"""In all commands that run one of these programs."""
 
-# Marks in expanded text. `_text_of` removes these characters from scripts.
+# Marks in expanded text. `text_of` removes these characters from scripts.
 OPEN = "\ue000"
 """Begins the source text of an unknown value."""
 CLOSE = "\ue001"
@@ -85,7 +93,9 @@ class LaunchScript:
     files: set[Path]
     """The script and the sourced files; each is read once."""
     program: str = ""
-    """train.py or train_async.py; empty before a training command was read."""
+    """train.py, train_async.py, verl or trl; empty before a training command was read."""
+    launcher: list[str] = field(default_factory=list)
+    """The words before the program, such as those of accelerate."""
     words: list[str] = field(default_factory=list)
     """The expanded words after the program, with marks for unknown values."""
     notes: dict[str, None] = field(default_factory=dict)
@@ -147,31 +157,37 @@ class LaunchScript:
         if is_source:
             # Words after the file are its arguments; `source` without a file is an empty name.
             self._source("".join(map(self._value, words[1:2])))
-        elif "train" in _text(command).lower():
+        elif TRAINING.search(_text(command)):
             expanded: list[str] = []
+            is_after_program = False
             for word in words:
-                # Doubts about the words before train.py do not concern its flags.
-                if not any(map(_program, expanded)):
+                # Doubts about the words before the program do not concern its flags.
+                if not is_after_program:
                     self.doubts = set()
+                start = len(expanded)
                 expanded += self._words([word])
+                new = range(start, len(expanded))
+                is_after_program = is_after_program or any(_program(expanded, i) for i in new)
             self._read_command(expanded)
 
     def _read_command(self, words: list[str]) -> None:
-        """Keeps the words after train.py; reads a command inside a word, as in `bash -c`."""
+        """Keeps the words after the program; reads a command inside a word, as in `bash -c`."""
         doubts = dict.fromkeys(sorted(self.doubts))
-        for index, word in enumerate(words):
-            if program := _program(word):
-                if self.program:
-                    self.notes[
-                        "the script runs training more than once; this is the last command"
-                    ] = None
-                self.notes |= doubts
-                self.program = program
-                self.words = []
-                for flag in words[index + 1 :]:
-                    self._keep(flag)
-                return
-            if any(f"{program} " in UNKNOWN.sub("", word) for program in PROGRAMS):
+        index = _program_index(words)
+        if index is not None:
+            if self.program:
+                self.notes["the script runs training more than once; this is the last command"] = (
+                    None
+                )
+            self.notes |= doubts
+            self.program = _program(words, index)
+            self.launcher = words[:index]
+            self.words = []
+            for flag in words[index + 1 :]:
+                self._keep(flag)
+            return
+        for word in words:
+            if any(f"{program} " in UNKNOWN.sub("", word) for program in (*PROGRAMS, *VERL)):
                 self.notes |= doubts
                 self.read(legible(word))
                 return
@@ -234,7 +250,7 @@ class LaunchScript:
             self.files.add(path.resolve())
             outer = self.directory
             self.directory = path.parent
-            self.read(_text_of(path))
+            self.read(text_of(path))
             self.directory = outer
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
@@ -345,22 +361,18 @@ def _calculated(node: ast.AST) -> int:
 
 
 def read_launch(path: str | Path) -> LaunchScript:
-    """Returns a script with its last command that runs train.py or train_async.py."""
+    """Returns a script with its last command that trains with slime, vime, verl or TRL."""
     path = Path(path)
-    if path.suffix == ".py":
-        raise ValueError(
-            f"{str(path)!r} is a Python program; write `python train.py FLAGS` into a file for"
-            " port."
-        )
     script = LaunchScript(path.parent.absolute(), files={path.resolve()})
     try:
-        script.read(_text_of(path))
+        script.read(text_of(path))
     except RecursionError:
         raise ValueError(f"{str(path)!r} nests its commands too deeply to be read.") from None
     if not script.program:
         broken = "".join(f" ({note})" for note in script.notes if note.startswith("line "))
         raise ValueError(
-            f"{str(path)!r} has no command that runs train.py{broken}; give a slime launch script."
+            f"{str(path)!r} has no command that runs train.py{broken}, verl or TRL; give a launch"
+            " script."
         )
     return script
 
@@ -372,9 +384,23 @@ def _braced(match: re.Match[str]) -> str:
     return f"${{{match[1]}}}"
 
 
-def _program(word: str) -> str:
-    """The name of a training program that a word runs, or an empty text."""
-    name = word.rpartition("/")[2]
+def _program_index(words: Sequence[str]) -> int | None:
+    """The position of the training program in the words of a command; None without one."""
+    for index in range(len(words)):
+        if _program(words, index):
+            return index
+    return None
+
+
+def _program(words: Sequence[str], index: int) -> str:
+    """The training program that a word of a command names, or an empty text."""
+    name = words[index].rpartition("/")[2]
+    if name in TRL_COMMANDS and index > 0 and words[index - 1].rpartition("/")[2] == "trl":
+        return "trl"
+    if name.endswith(".py") and any(word.partition("=")[0] in TRL_FLAGS for word in words[index:]):
+        return "trl"
+    if name in VERL:
+        return "verl"
     if name in PROGRAMS:
         return name
     return ""
@@ -385,18 +411,17 @@ def legible(word: str) -> str:
     return UNKNOWN.sub(r"\1", word)
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a script or of a file that it names; raises ValueError if it has none."""
     if not path.is_file():
-        raise ValueError(
-            f"{str(path)!r} cannot be read: it is not a file; give a slime launch script."
-        )
+        raise ValueError(f"{str(path)!r} cannot be read: it is not a file; give a launch script.")
     if path.stat().st_size > MAX_SCRIPT_BYTES:
         raise ValueError(
             f"{str(path)!r} is too large; a script has at most {MAX_SCRIPT_BYTES} bytes."
         )
     text = path.read_text(encoding="utf-8", errors="replace")
     if "\ufffd" in text:
-        raise ValueError(f"{str(path)!r} is not text in UTF-8; give a slime launch script.")
+        raise ValueError(f"{str(path)!r} is not text in UTF-8; give a launch script.")
     return re.sub(f"[{OPEN}-{QUOTE}\0]", "?", text)
 
 

@@ -1,4 +1,7 @@
-"""`slime-tis port run.sh` prints a launch script of slime or vime as a command of `train.py`.
+"""`slime-tis port run.sh` prints a launch script of another trainer as a command of `train.py`.
+
+Scripts of slime and vime become complete commands. Of verl and TRL, the options of the engine, of
+sampling and of the correction are converted, and the others are listed.
 
 The comments list the changed, added and dropped flags with the reasons. Nothing in the script is
 executed. A script of an experiment that train.py cannot run is refused. A command that train.py
@@ -39,8 +42,10 @@ from slime_tis.trainer.port.launch_script import (
     legible,
     read_launch,
 )
+from slime_tis.trainer.port.other_trainers import Conversion, convert
 from slime_tis.trainer.port.plan_check import OPTION_OF, REQUIRED, check
 from slime_tis.trainer.port.published_models import model_from_script, name_problem
+from slime_tis.trainer.port.trl_options import read_trl_program
 
 COMMENT_WIDTH = 110
 MOST_ROLLOUTS = 10_000_000
@@ -72,7 +77,7 @@ SLIME_DEFAULTS: Mapping[str, tuple[str, ...]] = {
 
 TODO = "to do by hand"
 CHANGED = "changed"
-ADDED = "added because slime has another default"
+ADDED = "added because the script's trainer has another default"
 NO_OPS = "dropped because they have no effect"
 RESTATES = "dropped because config.json or this program has the value"
 UNSUPPORTED = "not supported"
@@ -99,6 +104,8 @@ class Ported:
     """torchrun and its flags."""
     engine: str = "sglang"
     """The engine of the script's servers, a name in `SERVER_ENGINES`."""
+    spellings: dict[str, str] = field(default_factory=dict)
+    """Options of another trainer than slime, by the flag that they are converted to."""
 
     @property
     def refusals(self) -> list[str]:
@@ -109,6 +116,13 @@ class Ported:
     def server_prefix(self) -> str:
         """The beginning of all flags of the engine's servers."""
         return f"--{self.engine}-"
+
+    def shown(self, flag: Flag) -> str:
+        """The flag as the script writes it; long ones are cut."""
+        if flag.name in self.spellings:
+            return self.spellings[flag.name][:160]
+        values = [legible(value)[:160] for value in flag.values[:8]]
+        return " ".join([flag.name[:80], *values])
 
     def for_engine(self, text: str) -> str:
         """A text of the tables, which name SGLang's flags, with the flags of the engine."""
@@ -122,7 +136,7 @@ class Ported:
             program.insert(0, f"PYTHONPATH={_quoted(':'.join(self.python_path))}")
         lines = [program]
         for name, values in self.flags.items():
-            lines.append([name, *map(_quoted, values)])
+            lines.append([_quoted(name), *map(_quoted, values)])
         return " \\\n   ".join(map(" ".join, lines))
 
     @property
@@ -161,16 +175,23 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
         raise ValueError(
             f"--gpu-memory is {gpu_memory:g}; it must be above 0 and at most {MOST_MEMORY:g}."
         )
-    launch = read_launch(path)
+    if path.endswith(".py"):
+        launch = read_trl_program(Path(path))
+    else:
+        launch = read_launch(path)
+    conversion = convert(launch)
     ported = Ported(script=Path(path).name, python_path=launch.python_path)
     ported.notes[TODO] += [f"{note}." for note in launch.notes]
-    given = _replace_values(launch, ported)
-    ported.engine = _server_engine(launch, given)
+    if conversion is not None:
+        given = _take_conversion(conversion, ported)
+    else:
+        given = _replace_values(launch, ported)
+        ported.engine = _server_engine(launch, given)
     model = _model_on_this_machine(_value(given, "--hf-checkpoint"))
     for flag in given.values():
         _port_flag(flag, given, model, ported)
     if model is None and "--spec" in given:
-        ported.other_experiments.setdefault(LAYERS, []).append(_shown(given["--spec"]))
+        ported.other_experiments.setdefault(LAYERS, []).append(ported.shown(given["--spec"]))
     if ported.other_experiments:
         lines = [f"{str(path)!r} is an experiment that train.py cannot run:"]
         for reason, flags in ported.other_experiments.items():
@@ -178,9 +199,46 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
         raise ValueError("\n".join(lines))
     placement = place(given)
     _assign_gpus(placement, given, ported)
-    _add_defaults(placement, ported)
+    if conversion is not None:
+        _add_required(ported)
+    else:
+        _add_defaults(placement, ported)
     _check(placement, given, model, gpu_memory, ported)
     return ported
+
+
+def _take_conversion(conversion: Conversion, ported: Ported) -> dict[str, Flag]:
+    """Returns the flags for a command of verl or TRL, and adds its notes."""
+    ported.engine = "vllm"
+    ported.python_path = []  # it is that of the other trainer
+    ported.spellings = conversion.spellings
+    for override in conversion.overrides:
+        ported.flags[override] = ()
+    ported.notes[TODO] += conversion.todo
+    ported.notes[CHANGED] += conversion.changed
+    ported.notes[ADDED] += conversion.added
+    ported.notes[RESTATES] += conversion.same
+    if conversion.others:
+        ported.notes[TODO].append(
+            "port converts options of the engine, of sampling and of the correction. Write the"
+            f" flags for the others yourself: {', '.join(conversion.others)}."
+        )
+    return conversion.flags
+
+
+def _add_required(ported: Ported) -> None:
+    """Adds variables for the flags that train.py requires and the options do not give."""
+    missing = [name for name in (*PATHS, *REQUIRED) if name not in ported.flags]
+    for name in missing:
+        ported.flags[name] = (f"{OPEN}${{{_variable(name)}}}{CLOSE}",)
+    if missing:
+        variables = ", ".join(_variable(name) for name in missing)
+        ported.notes[TODO].append(f"set the variables {variables}: train.py requires these flags.")
+
+
+def _variable(name: str) -> str:
+    """The shell variable for a flag's value that is unknown."""
+    return name.removeprefix("--").replace("-", "_").upper()
 
 
 def _server_engine(launch: LaunchScript, given: Mapping[str, Flag]) -> str:
@@ -205,7 +263,7 @@ def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
         del given[flag.name]
         for replacement in flags_of(new.split())[1:]:
             given.setdefault(replacement.name, replacement)
-        ported.notes[CHANGED].append(f"{_shown(flag)} becomes {new}.")
+        ported.notes[CHANGED].append(f"{ported.shown(flag)} becomes {new}.")
     is_baseline = _value(given, "--advantage-estimator") == "reinforce_plus_plus_baseline"
     if is_baseline and "--normalize-advantages" not in given:
         # This program's estimator always divides by a deviation.
@@ -240,7 +298,7 @@ def _port_flag(
     """Keeps, changes or drops a flag, and adds the comment."""
     name = flag.name
     value = " ".join(flag.values)
-    shown = _shown(flag)
+    shown = ported.shown(flag)
     experiment = experiment_of(name) or OTHER_VALUES.get(name, {}).get(value)
     # A mark is not printable. Marks of unset variables do not count, because bash expands the
     # variables in the new command.
@@ -256,7 +314,7 @@ def _port_flag(
     elif is_unknown:
         advice = "add the flag with its value"
         if name in (*PATHS, *REQUIRED):
-            variable = name.removeprefix("--").replace("-", "_").upper()
+            variable = _variable(name)
             ported.flags[name] = (f"{OPEN}${{{variable}}}{CLOSE}",)
             advice = f"set {variable} to it"
         ported.notes[TODO].append(f"{shown}: the value is known when the script runs; {advice}.")
@@ -266,12 +324,17 @@ def _port_flag(
         ported.flags[new_name] = values
         replacement = " ".join([new_name, *map(legible, values)])
         ported.notes[CHANGED].append(f"{shown} is {replacement}.")
-    elif name not in FLAGS and not name.startswith(ported.server_prefix):
+    elif name not in FLAGS and not _is_server_flag(name, ported):
         ported.notes[TODO].append(
             f"{shown} is dropped: neither train.py nor slime is known to have this flag."
         )
     else:
         _keep_or_drop(flag, given, ported)
+
+
+def _is_server_flag(name: str, ported: Ported) -> bool:
+    """Whether the name may be that of a flag of the engine's servers."""
+    return name.startswith(ported.server_prefix) and re.fullmatch("[A-Za-z0-9-]+", name) is not None
 
 
 def _port_checked(flag: Flag, model: dict[str, Any] | None, ported: Ported) -> None:
@@ -280,11 +343,11 @@ def _port_checked(flag: Flag, model: dict[str, Any] | None, ported: Ported) -> N
     if OPEN not in " ".join(flag.values):
         difference = disagreement(flag, model)
     if not difference:
-        ported.notes[RESTATES].append(_shown(flag))
+        ported.notes[RESTATES].append(ported.shown(flag))
     elif flag.name in FIXED_EXPERIMENT:
         ported.other_experiments.setdefault(
             f"{difference}, which is another experiment", []
-        ).append(_shown(flag))
+        ).append(ported.shown(flag))
     elif flag.name in FIXED:
         ported.notes[CHANGED].append(f"{difference}.")
     else:
@@ -295,7 +358,7 @@ def _keep_or_drop(flag: Flag, given: dict[str, Flag], ported: Ported) -> None:
     """Keeps a flag of train.py, or drops or changes it if its value has another meaning here."""
     name = flag.name
     value = " ".join(flag.values)
-    shown = _shown(flag)
+    shown = ported.shown(flag)
     reason = DROPPED.get(shown, DROPPED.get(name))
     is_model = name == "--ref-load" and os.path.isfile(os.path.join(value, "config.json"))
     is_resumed = "--save" in given and value.rstrip("/") == _value(given, "--save").rstrip("/")
@@ -330,7 +393,7 @@ def _assign_gpus(placement: Placement, given: dict[str, Flag], ported: Ported) -
     engine = ported.engine
     tensor_parallel = f"--{engine}-{SERVER_ENGINES[engine].tensor_parallel}"
     ported.flags["--rollout-engine"] = (engine,)
-    stated = [_shown(given[name]) for name in PLACEMENT if name in given]
+    stated = [ported.shown(given[name]) for name in PLACEMENT if name in given]
     if not count(given, "--actor-num-gpus-per-node", 0):
         stated.append(f"{GPUS_PER_NODE} GPUs in a node are assumed")
     text = f"{', '.join(stated)}: torchrun starts {placement.ranks} ranks"
@@ -418,12 +481,6 @@ def _check(
     ported.notes[REFUSED] += verdict.refusals
     ported.notes[MEMORY] += verdict.memory
     ported.notes[MISSING] += verdict.missing
-
-
-def _shown(flag: Flag) -> str:
-    """The flag as the script writes it; long ones are cut."""
-    values = [legible(value)[:160] for value in flag.values[:8]]
-    return " ".join([flag.name[:80], *values])
 
 
 def _quoted(word: str) -> str:

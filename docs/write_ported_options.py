@@ -1,0 +1,115 @@
+"""Writes docs/ported_options.md: what `slime-tis port` makes of options of verl and TRL.
+
+`make docs` runs it.
+
+python docs/write_ported_options.py
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime_tis.trainer.port.gpus import PLACEMENT
+from slime_tis.trainer.port.other_trainers import TRL, VERL, OtherTrainer, convert_trl
+
+PAGE = Path(__file__).with_name("ported_options.md")
+
+HEAD = """# Engine options of verl, TRL and vime
+
+`slime-tis port` reads a launch script, executes nothing, and prints a command of `train.py` with a comment on every change:
+
+```
+slime-tis port run_verl.sh > run.sh     # a script that runs verl.trainer.main_ppo with actor_rollout_ref.rollout.name=vllm
+slime-tis port grpo.py > run.sh         # a Python program with TRL's GRPOConfig(use_vllm=True, …)
+slime-tis port grpo.sh > run.sh         # accelerate launch … --use_vllm, or trl grpo --config grpo.yaml
+slime-tis port run_vime.sh > run.sh     # slime with vLLM: the complete script
+```
+
+* **vime** has slime's flags, so [its scripts](slime.md#a-launch-script-of-slime) become complete commands.
+* **verl and TRL**: the tables below are the options of the engine, of sampling, placement and correction. The comments list all
+  other options of the command under "to do by hand"; none is dropped without a word. Variables such as `PROMPT_DATA` stand for
+  flags that `train.py` requires.
+* Training and vLLM do not share GPUs here: of the GPUs that they share in verl and in TRL's mode `colocate`, half train.
+* A value that a script computes when it runs is named in the comments.
+* A script of verl with another engine than vLLM is refused.
+
+`make docs` writes the tables from those of `port`. Read were verl 0.9.1, TRL 1.16.0, and vime's parser
+(vllm-project/vime 035f9834 and 0696c9bd).
+"""
+VERL_NOTE = """## verl
+
+`algorithm.rollout_correction.*` and [the options of the policy loss](verl.md) stay as they are: `train.py` reads them.
+`+actor_rollout_ref.rollout.engine_kwargs.vllm.NAME=VALUE` is `--vllm-NAME VALUE`; a switch that is off is `--vllm-no-NAME`.
+In the table, `rollout` is `actor_rollout_ref.rollout`.
+"""
+TRL_NOTE = """## TRL
+
+Options are those of `GRPOConfig` and `RLOOConfig`, with `num_processes` of accelerate.
+`vllm_importance_sampling_correction`, which is on by default, becomes importance weights:
+"""
+SERVER_NOTE = """
+In the mode `server`, `vllm_server_host` and `vllm_server_port` are the `--vllm-url`. `trl vllm-serve` has other routes than
+[the servers of this program](vllm.md#servers-that-you-start-yourself), which you start instead.
+"""
+
+
+def rows(trainer: OtherTrainer) -> list[str]:
+    """One row for each option of a trainer."""
+    table = ["| option | here |", "|---|---|"]
+    for name, renamed in trainer.renamed.items():
+        here = f"`{renamed.name}`"
+        if renamed.name in PLACEMENT:
+            here = "ranks of `torchrun`, `--vllm-launch` and `--vllm-tensor-parallel-size`"
+        if name in trainer.defaults:
+            here += f"; unset: {trainer.defaults[name]}"
+        table.append(_row(name, here))
+    for name, (on, off) in trainer.switches.items():
+        here = f"on: `{on}`"
+        if off:
+            here += f"; off: `{off}`"
+        table.append(_row(name, here))
+    for name, values in trainer.same.items():
+        table.append(_row(name, f"{' or '.join(values)}: no flag; other values are listed"))
+    for name, reason in trainer.dropped.items():
+        table.append(_row(name, f"dropped: {reason}"))
+    return table
+
+
+def _row(name: str, here: str) -> str:
+    short = name.replace("actor_rollout_ref.rollout.", "rollout.")
+    return f"| `{short}` | {here} |"
+
+
+def correction_rows() -> list[str]:
+    """One row for each mode of TRL's importance sampling, as `port` converts it."""
+    table = ["| mode | bounds | here |", "|---|---|---|"]
+    bounds = {"": {}, " and `clip_min=0.5`": {"vllm_importance_sampling_clip_min": "0.5"}}
+    for level in ("token", "sequence"):
+        for constraint in ("truncate", "mask"):
+            for title, values in bounds.items():
+                mode = f"{level}_{constraint}"
+                table.append(f"| `{mode}` | `clip_max=3.0`{title} | `{_weights(mode, values)}` |")
+    return table
+
+
+def _weights(mode: str, bounds: Mapping[str, str]) -> str:
+    options = {"use_vllm": "True", "vllm_importance_sampling_mode": mode, **bounds}
+    flags = convert_trl(options).flags
+    words = []
+    for flag in flags.values():
+        if flag.name.startswith(("--use-tis", "--tis-")):
+            words += [flag.name, *flag.values]
+    return " ".join(words)
+
+
+def render() -> str:
+    """The complete page."""
+    lines = [HEAD, VERL_NOTE, *rows(VERL), "", TRL_NOTE, *correction_rows(), SERVER_NOTE]
+    return "\n".join([*lines, *rows(TRL)]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
+    print(PAGE)

@@ -1,0 +1,101 @@
+"""The options of TRL in a Python program, a command line and a YAML file; nothing is executed."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime_tis.options.flags import flags_of
+from slime_tis.trainer.port.launch_script import CLOSE, OPEN, LaunchScript, text_of
+
+CONFIGS = ("GRPOConfig", "RLOOConfig")
+"""TRL's classes of options."""
+TRAINERS = ("GRPOTrainer", "RLOOTrainer", "CorrectedGRPOTrainer")
+"""TRL's trainers, and ours for TRL; their `model` may be a path."""
+
+
+def read_trl_program(path: Path) -> LaunchScript:
+    """Returns the options that a Python program gives to TRL's configuration.
+
+    Raises:
+        ValueError: The program cannot be parsed, or makes no such configuration.
+    """
+    try:
+        tree = ast.parse(text_of(path))
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{str(path)!r} is not a Python program: {error}.") from None
+    script = LaunchScript(path.parent.absolute(), files={path.resolve()})
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _last_name(node.func)
+        if name in CONFIGS:
+            script.program = "trl"
+            _add_keywords(node, script)
+        elif name in TRAINERS:
+            for keyword in node.keywords:
+                if keyword.arg == "model" and isinstance(keyword.value, ast.Constant):
+                    script.words.append(f"--model_name_or_path={keyword.value.value}")
+    if not script.program:
+        raise ValueError(
+            f"{str(path)!r} is a Python program without TRL's {' or '.join(CONFIGS)}; write `python"
+            " train.py FLAGS` into a file for port."
+        )
+    return script
+
+
+def _last_name(function: ast.expr) -> str:
+    """The name of a called function or class, without its module."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    if isinstance(function, ast.Name):
+        return function.id
+    return ""
+
+
+def _add_keywords(call: ast.Call, script: LaunchScript) -> None:
+    """Adds the keywords of a configuration; a value that is no literal becomes a mark."""
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            source = ast.unparse(keyword.value)
+            script.notes[f"**{source}: options of this mapping are not read"] = None
+            continue
+        try:
+            value = str(ast.literal_eval(keyword.value))
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            value = f"{OPEN}{ast.unparse(keyword.value)}{CLOSE}"
+        script.words.append(f"--{keyword.arg}={value}")
+
+
+def options_of(launch: LaunchScript) -> dict[str, str]:
+    """Returns the options of a TRL command by TRL's names; the command line overrides YAML.
+
+    Adds notes to the script on files that are missing.
+    """
+    options: dict[str, str] = {}
+    for flag in [*flags_of(launch.launcher)[1:], *flags_of(launch.words)[1:]]:
+        # TRL's parser takes hyphens for underscores, and a switch without a value.
+        name = flag.name.removeprefix("--").replace("-", "_")
+        options[name] = " ".join(flag.values) or "True"
+    first, *_ = flags_of(launch.words)
+    config = options.pop("config", " ".join(first.values))
+    if not config.endswith((".yaml", ".yml")):
+        return options
+    return {**_options_of_yaml(launch, config), **options}
+
+
+def _options_of_yaml(launch: LaunchScript, config: str) -> dict[str, str]:
+    """Returns the options of TRL's YAML file, as texts."""
+    path = launch.directory / config
+    if not path.is_file():
+        launch.notes[f"the file {config!r} is not found; what it sets is missing"] = None
+        return {}
+    try:
+        # BaseLoader makes no other objects than texts, lists and mappings.
+        content: Any = yaml.load(text_of(path), Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not YAML: {error}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} must have options of TRL, as `use_vllm: true`.")
+    return {str(name): str(value) for name, value in content.items()}
