@@ -15,7 +15,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from tests.real_servers.engines import ServedModel, decode_steps, engine_with_weights
 from tests.real_servers.references import BOUND
-from tests.real_servers.servers import ENGINE
+from tests.real_servers.servers import ENGINE, STARTUP
 from tests.runs import free_port
 from tests.samples import flat
 
@@ -122,6 +122,8 @@ def launch(
         "server_args": ("--config", str(ENGINE.flags), "--dtype", "float32"),
         "base_port": free_port(),
         "log_dir": str(directory),
+        # A killed server needs minutes to come back on a busy machine.
+        "recovery_timeout": STARTUP,
     }
     launch = Launch()
     before = children()

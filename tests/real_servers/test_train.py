@@ -23,11 +23,6 @@ Row = dict[str, Any]
 """A row of metrics.jsonl."""
 STEPS = 4
 
-# These runs have not been tried with vLLM: issue 46.
-pytestmark = pytest.mark.skipif(
-    ENGINE.name == "vllm", reason="runs of train.py have not been tried with vLLM here"
-)
-
 
 @dataclass
 class FinishedRun:
