@@ -55,6 +55,10 @@ COMMENTS = {
         "--vllm-weight-sync-packed",
         "weights travel in buckets of --vllm-bucket-mb",
     ),
+    "several kinds of servers": (
+        "--vllm-config groups.yaml",
+        "--vllm-config groups.yaml is dropped: vime's file describes several kinds of servers",
+    ),
     "router policy": ("--vllm-router-policy random", "name it with --vllm-router-ip"),
     "health checks": (
         "--vllm-dtype auto --rollout-health-check-interval 5",
@@ -82,6 +86,13 @@ def test_script_in_vimes_checkout_samples_from_vllm(tmp_path):
     folder = tmp_path / "vime"
     folder.mkdir()
     assert "--rollout-engine vllm" in ported(folder, f"{SERVERS} --lr 1")[0]
+
+
+def test_train_py_gives_servers_their_configuration_file():
+    command = ["--rollout-engine", "vllm", "--vllm-launch", "1", "--vllm-config", "server.yaml"]
+    # Another requirement, so --vllm-config itself is accepted.
+    with pytest.raises(ValueError, match="--hf-checkpoint"):
+        configure(command, {})
 
 
 def test_train_py_refuses_a_flag_of_vime_that_no_server_has(tmp_path):

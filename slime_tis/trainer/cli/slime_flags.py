@@ -252,7 +252,6 @@ ADVICE: Mapping[str, str] = {
     "--prefill-num-servers": (
         "start servers of several kinds yourself, and name them with --sglang-url"
     ),
-    "--vllm-config": "start servers of several kinds yourself, and name them with --vllm-url",
     "--vllm-weight-sync-packed --no-vllm-weight-sync-packed": (
         "weights travel in buckets of --vllm-bucket-mb; remove it"
     ),

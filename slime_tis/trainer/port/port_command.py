@@ -61,6 +61,10 @@ DROPPED = {
     "--rollout-function-path vime.rollout.vllm_rollout.generate_rollout": (
         "--rollout-engine vllm generates"
     ),
+    "--vllm-config": (
+        "vime's file describes several kinds of servers; start them yourself, and name them with"
+        " --vllm-url"
+    ),
     "--ref-load": "it takes a Hugging Face directory, by default --hf-checkpoint",
     "--load": "slime's checkpoints are not read; give weights with --hf-checkpoint",
 }
