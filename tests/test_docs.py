@@ -71,7 +71,7 @@ def test_options_schema_is_what_its_writer_writes(flags_writer):
     assert written == flags_writer.render_schema(), "run `make docs`"
 
 
-def writer_of(page: str):
+def writer_of(page):
     """The program that writes a page, as a module."""
     spec = importlib.util.spec_from_file_location(page, DOCS / f"write_{page}.py")
     writer = importlib.util.module_from_spec(spec)

@@ -34,9 +34,7 @@ def read_trl_program(path: Path) -> LaunchScript:
             script.program = "trl"
             _add_keywords(node, script)
         elif name in TRAINERS:
-            for keyword in node.keywords:
-                if keyword.arg == "model" and isinstance(keyword.value, ast.Constant):
-                    script.words.append(f"--model_name_or_path={keyword.value.value}")
+            _add_model(node, script)
     if not script.program:
         raise ValueError(
             f"{str(path)!r} is a Python program without TRL's {' or '.join(CONFIGS)}; write `python"
@@ -52,6 +50,14 @@ def _last_name(function: ast.expr) -> str:
     if isinstance(function, ast.Name):
         return function.id
     return ""
+
+
+def _add_model(call: ast.Call, script: LaunchScript) -> None:
+    """Adds the path of a trainer's model; a model that the program has loaded has none."""
+    for keyword in call.keywords:
+        is_path = isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, str)
+        if keyword.arg == "model" and is_path:
+            script.words.append(f"--model_name_or_path={ast.literal_eval(keyword.value)}")
 
 
 def _add_keywords(call: ast.Call, script: LaunchScript) -> None:
