@@ -3,6 +3,7 @@
 Each ValueError names the file.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,6 +27,8 @@ INDEX = "model.safetensors.index.json"
 """File that maps tensor names to safetensors files."""
 SINGLE = "model.safetensors"
 """File with all tensors, if there is no index."""
+FINGERPRINT_BLOCKS = 64
+"""Evenly spaced blocks of 4 KiB of each file of weights that identify the model."""
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
@@ -44,6 +47,22 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
             f"{directory} has no {SINGLE} and no {INDEX}; only checkpoints in safetensors are read."
         )
     return dict.fromkeys(_tensors_of(single), single)
+
+
+def weights_fingerprint(directory: str | Path) -> bytes:
+    """Returns a SHA-256 of the sizes of the weights' files and of samples of their content.
+
+    Weights of another training differ almost everywhere, so that few blocks of each file suffice.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(set(tensor_files(directory).values())):
+        size = path.stat().st_size
+        digest.update(str(size).encode())
+        with open(path, "rb") as file:
+            for number in range(FINGERPRINT_BLOCKS):
+                file.seek(size * number // FINGERPRINT_BLOCKS)
+                digest.update(file.read(4096))
+    return digest.digest()
 
 
 def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ LAYERS = (
         "slime_tis.hf_directory",
         "slime_tis.hf_tensors",
         "slime_tis.hf_hub",
+        "slime_tis.peft_directory",
     ),
     ("slime_tis.correction",),
     ("slime_tis.functional",),

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime_tis.health import HealthState
 from slime_tis.hf_directory import ModelSizes
+from slime_tis.hf_tensors import weights_fingerprint
 from slime_tis.options.fields import flag
 from slime_tis.progress import print_line
 from slime_tis.trainer.configs.megatron import MegatronConfig
@@ -77,8 +78,15 @@ in flight again."""
 
 
 def model_hash(config: MegatronConfig) -> str:
-    """Returns the SHA-256 of the model's config.json."""
-    return hashlib.sha256((Path(config.hf_checkpoint) / "config.json").read_bytes()).hexdigest()
+    """Returns the SHA-256 of the model's config.json.
+
+    With LoRA also of a sample of its weights: a checkpoint has only adapters, which belong to
+    exactly these weights.
+    """
+    digest = hashlib.sha256((Path(config.hf_checkpoint) / "config.json").read_bytes())
+    if config.trains_adapters:
+        digest.update(weights_fingerprint(config.hf_checkpoint))
+    return digest.hexdigest()
 
 
 def find_resume_point(
@@ -97,9 +105,12 @@ def find_resume_point(
     state = read_trainer_state(newest)
     check_options(state.options, options)
     if state.model != model_hash(config):
+        difference = "whose config.json differs"
+        if config.trains_adapters:
+            difference = "whose config.json or weights differ"
         raise ValueError(
             f"--hf-checkpoint is {config.hf_checkpoint!r}, but {newest} trains "
-            f"{state.options.get('hf_checkpoint')!r}, whose config.json differs; pass that model."
+            f"{state.options.get('hf_checkpoint')!r}, {difference}; pass that model."
         )
     return newest, state
 

@@ -51,6 +51,7 @@ from slime_tis.trainer.first_difference import difference_from_rollout
 from slime_tis.trainer.invariant.self_check import Kernels, choose_kernels
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.architecture import invariant_shapes, read_hf_config
+from slime_tis.trainer.megatron.lora import lora_settings
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.on_policy_gate import OnPolicyGate, parity_advice
@@ -623,4 +624,12 @@ def report_settings(process: Process, engine: TrainingEngine) -> None:
         trained, total = engine.parameter_counts()
         print_line(
             f"trained weights: {trained:,} of {total:,} parameters on rank 0 ({flag(option)})"
+        )
+    settings = lora_settings(process.arguments.megatron)
+    if settings is not None:
+        trained, total = engine.parameter_counts()
+        print_line(
+            f"LoRA adapters: rank {settings.rank}, alpha {settings.alpha:g},"
+            f" {', '.join(settings.targets)}; {trained:,} trained and {total - trained:,} frozen"
+            " parameters on rank 0"
         )

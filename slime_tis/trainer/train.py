@@ -23,7 +23,7 @@ from slime_tis.progress import print_line
 from slime_tis.trainer.check_engines import show
 from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.evaluation import is_due
-from slime_tis.trainer.megatron.sharded_checkpoint import save_hf
+from slime_tis.trainer.megatron.sharded_checkpoint import save_adapter, save_hf
 from slime_tis.trainer.sample_pipeline import Rollout
 from slime_tis.trainer.setup import Run
 from slime_tis.trainer.stop_signals import Interrupted
@@ -173,6 +173,26 @@ def check_interrupts(run: Run) -> None:
         raise Interrupted(signal.Signals(number).name)
 
 
+def export(run: Run) -> None:
+    """Writes the policy to --save-hf: the model, LoRA adapters, or both in two directories."""
+    config = run.process.arguments.megatron
+    if config.save_hf is None:
+        return
+    run.checkpointer.check_weights()
+    exports = {}
+    if config.adapter_export is not None:
+        exports[config.adapter_export] = save_adapter
+    if config.adapter_export != config.save_hf:
+        exports[config.save_hf] = save_hf
+    for directory, save in exports.items():
+        written = save(directory, run.learner.engine)
+        if written is not None and written != Path(directory).resolve():
+            print_line(
+                f"warning: {directory} contains other files by now; the policy is at {written}",
+                sys.stderr,
+            )
+
+
 def finish(run: Run) -> None:
     """Exports the policy as a Hugging Face directory and prints the held-out accuracy.
 
@@ -181,15 +201,8 @@ def finish(run: Run) -> None:
     run.checkpointer.complete()
     if run.process.arguments.megatron.save is not None:
         check_interrupts(run)  # an interrupted run can be resumed, which then exports
-    directory = run.process.arguments.megatron.save_hf
-    if directory is not None and not run.process.arguments.loop.debug_rollout_only:
-        run.checkpointer.check_weights()
-        written = save_hf(directory, run.learner.engine)
-        if written is not None and written != Path(directory).resolve():
-            print_line(
-                f"warning: {directory} contains other files by now; the policy is at {written}",
-                sys.stderr,
-            )
+    if not run.process.arguments.loop.debug_rollout_only:
+        export(run)
     evaluation = run.evaluation
     if evaluation.is_overdue:
         check_interrupts(run)

@@ -192,6 +192,8 @@ class PolicyWeights:
 
         Then no update is needed before the first rollout.
         """
+        if self.megatron.lora_adapter_path is not None:
+            return False
         precisions = {self.config.rollout_precision, self.megatron.precision}
         return self.config.rollout_engine == "local" and precisions == {"fp32"}
 

@@ -169,18 +169,29 @@ def test_evaluation_records_no_sets(base):
     ) == (False, 0.7)
 
 
+VALUES = {
+    "tis_mode": "clip",
+    "tis_level": "geometric",
+    "tis_batch_normalize": "true",
+    "save_retain": "3",
+    "lora_rank": "8",
+    "lora_target_modules": "q_proj",
+}
+"""Values of options that have an old name, other than 0.25."""
+
+
 @pytest.mark.parametrize(("old", "new"), ALIASES.items())
 def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
-    value = {"tis_mode": "clip", "tis_level": "geometric", "save_retain": "3"}.get(new, "0.25")
-    flag_and_value = flag(old) if new == "tis_batch_normalize" else f"{flag(old)} {value}"
-    (tmp_path / "run.yaml").write_text(
-        f"{old}: {'true' if new == 'tis_batch_normalize' else value}\n"
-    )
+    value = VALUES.get(new, "0.25")
+    (tmp_path / "run.yaml").write_text(f"{old}: {value}\n")
     base += "--use-tis --save ckpt "
-    by_flag = effective_config(configured(base + flag_and_value))
+    if new == "lora_target_modules":
+        base += "--lora-rank 8 "
+    by_flag = effective_config(configured(f"{base}{flag(old)}={value}"))
     by_yaml = effective_config(configured(base + "--custom-config-path run.yaml"))
     assert by_flag == by_yaml
-    assert str(by_flag[new]) in (value, "True") and by_flag[new] != OPTIONS[new].default
+    assert str(by_flag[new]) in (value, "True", f"['{value}']")
+    assert by_flag[new] != OPTIONS[new].default
 
 
 # (name of slime or of this program, value)

@@ -252,9 +252,13 @@ def test_all_refusals_are_listed_before_any_file(tmp_path):
 
 # (flags, part of the reason)
 OTHER_EXPERIMENTS = {
-    "adapters": (
-        "--lora-rank 32 --lora-alpha 32 --target-modules all-linear",
-        "trains the model's own weights",
+    "several adapters": (
+        "--lora-rank 32 --target-modules all-linear --multi-lora-n-adapters 2",
+        "trains and samples with one LoRA adapter",
+    ),
+    "adapters of latent attention": (
+        "--lora-rank 32 --target-modules q_a_proj,o_proj",
+        "--target-modules q_a_proj: this program trains and samples with one LoRA adapter",
     ),
     "distillation": ("--use-opd --opd-type sglang", "no on-policy distillation"),
     "critic": ("--advantage-estimator ppo", "there is no critic"),
@@ -274,6 +278,63 @@ def test_another_experiment_is_no_command(tmp_path, capsys, flags, reason):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "is an experiment that train.py cannot run" in printed.err and reason in printed.err
+
+
+# (flags of miles, flags here, part of a note)
+ADAPTERS = {
+    "all layers": (
+        "--lora-rank 32 --lora-alpha 64 --lora-type canonical_lora --target-modules all-linear",
+        "--lora-rank 32 --lora-alpha 64 --lora-target-modules all-linear",
+        "written as --lora-target-modules all-linear",
+    ),
+    "miles' default of alpha": (
+        "--lora-rank 8",
+        "--lora-rank 8 --lora-alpha 16",
+        "--lora-alpha 16",
+    ),
+    "commas": (
+        "--lora-rank 8 --lora-alpha 8 --target-modules q_proj,v_proj",
+        "--lora-rank 8 --lora-alpha 8 --lora-target-modules q_proj v_proj",
+        "written as --lora-target-modules q_proj v_proj",
+    ),
+    "names of Megatron": (
+        "--lora-rank 8 --lora-alpha 8 --target-modules linear_qkv,linear_fc2",
+        "--lora-rank 8 --lora-alpha 8 --lora-target-modules q_proj k_proj v_proj down_proj",
+        "",
+    ),
+    "exclusion": (
+        "--lora-rank 8 --lora-alpha 8 --target-modules linear_qkv --exclude-modules k_proj",
+        "--lora-rank 8 --lora-alpha 8 --lora-target-modules q_proj v_proj",
+        "",
+    ),
+    "one A of fused layers": (
+        "--lora-rank 8 --lora-alpha 8 --lora-type lora",
+        "--lora-rank 8 --lora-alpha 8",
+        "has one matrix A for query, key and value",
+    ),
+    "server": (
+        "--lora-rank 8 --lora-alpha 8 --sglang-lora-backend triton",
+        "--lora-rank 8 --lora-alpha 8",
+        "--sglang-lora-backend is dropped",
+    ),
+    "off": ("--lora-rank 0 --lora-alpha 8 --target-modules all-linear", "", "trains all weights"),
+    "saved adapter": (
+        "--lora-rank 8 --lora-alpha 8 --lora-adapter-path /none/a",
+        "--lora-adapter-path /none/a",
+        "--lora-rank is dropped: the adapter of the directory has it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected", "note"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_of_miles_are_kept(tmp_path, flags, expected, note):
+    script = port_script(str(write(tmp_path, f"python train.py {COMPLETE} {flags}")))
+    words = []
+    for name, values in script.flags.items():
+        if "lora" in name:
+            words += [name, *values]
+    assert sorted(words) == sorted(expected.split())
+    assert note in " ".join(script.text.replace("#", "").split())
 
 
 # (--hf-checkpoint, flags, part of the text)

@@ -41,6 +41,30 @@ REFUSALS = [
         "--freeze-params-name-list embedding 'layers.(0'",
         "'layers.(0', which is no regular expression: missing )",
     ),
+    ("--lora-rank 0", "--lora-rank is 0 but must be 1 to 4096"),
+    ("--lora-alpha 8", "--lora-alpha is 8.0 but has no effect"),
+    ("--lora-rank 8 --lora-target-modules lm_head", "has 'lm_head', but must have names of q_proj"),
+    ("--lora-rank 8 --lora-dropout 1", "--lora-dropout is 1.0 but must be at least 0 and below 1"),
+    ("--lora-rank 8 --lora-adapter-path a", "the adapter has its rank"),
+    ("--lora-adapter-path absent", "'absent/adapter_config.json' cannot be read"),
+    ("--merge-lora --save-hf a", "there is no adapter; add --lora-rank"),
+    ("--lora-rank 8 --merge-lora", "--merge-lora is set but has no effect without --save-hf"),
+    (
+        "--lora-rank 8 --freeze-params-name-list embedding",
+        "--freeze-params-name-list has no effect on LoRA adapters",
+    ),
+    (
+        "--lora-rank 8 --transformer-impl transformer_engine",
+        "fuses norms into the linear layers",
+    ),
+    (
+        "--lora-rank 8 --true-on-policy --rollout-precision fp32",
+        "--true-on-policy does not work with LoRA adapters",
+    ),
+    (
+        "--lora-rank 8 --use-kl-loss --kl-loss-coef 0.1 --ref-update-interval 2",
+        "--ref-update-interval does not work with LoRA",
+    ),
     (
         "--freeze-params-name-list a --only-train-params-name-list b",
         "are both given; remove one of the two",

@@ -282,7 +282,7 @@ WITHOUT_COUNTERPART = {
     "--custom-convert-samples-to-train-data-path a.b": (
         "no function is called on the converted batch"
     ),
-    "--lora-rank 8": "this program trains the model's own weights",
+    "--multi-lora-n-adapters 2": "this program trains and samples with one LoRA adapter",
     "--freeze-indexer": "the model has layers that this program lacks",
     "--megatron-to-hf-mode bridge": "without conversion",
     "--disable-rewards-normalization": "raw_rewards",

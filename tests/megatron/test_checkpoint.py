@@ -259,7 +259,8 @@ def test_only_dense_models_use_transformer_engine(
 ):
     config = load_config(request.getfixturevalue(checkpoint))
     machine = dataclasses.replace(parallel, transformer_engine=has_engine)
-    assert uses_transformer_engine(config, machine) is expected
+    options = MegatronConfig(hf_checkpoint="none")
+    assert uses_transformer_engine(config, machine, options) is expected
 
 
 def test_an_error_without_text_is_named_by_its_type():

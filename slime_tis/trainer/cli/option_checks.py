@@ -23,11 +23,18 @@ def check_arguments(arguments: Arguments) -> None:
     _check_hooks(arguments)
     _check_rewards(arguments)
     _check_routing_record(arguments)
+    if arguments.megatron.trains_adapters and arguments.policy.ref_update_interval is not None:
+        raise ValueError(
+            "--ref-update-interval does not work with LoRA, whose reference policy is the model"
+            " without adapters; remove it."
+        )
     rounding = arguments.rollout.weight_update_rounding
     precision = arguments.megatron.precision
     is_quantized = arguments.rollout.rollout_precision in ("fp8", "int8", "int4")
-    # Nothing is rounded if the rollout engine has the type of the training weights.
-    if rounding != "nearest" and precision != "fp32" and not is_quantized:
+    # Nothing is rounded if the rollout engine has the type of the training weights. Merged LoRA
+    # adapters are float32.
+    is_sent_in_float32 = precision == "fp32" or arguments.megatron.trains_adapters
+    if rounding != "nearest" and not is_sent_in_float32 and not is_quantized:
         raise ValueError(
             f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights'"
             " own type."

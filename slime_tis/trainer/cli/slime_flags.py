@@ -114,6 +114,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--moe-aux-loss-coeff": ("0",),
     "--update-weight-mode": ("full",),
     "--vllm-logprobs-mode": ("processed_logprobs",),
+    "--lora-type": ("canonical_lora",),
     "--lambd": ("1",),
     "--start-rollout-id": ("0",),
     "--accumulate-allreduce-grads-in-fp32": (),
@@ -155,7 +156,7 @@ REMOVE = "this program has no counterpart; remove it, or use slime"
 NO_CRITIC = "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus"
 NO_FINE_TUNING = "there is no supervised fine-tuning; use slime"
 LAYERS = f"the model has layers that this program lacks; supported are {family_titles()}"
-NO_ADAPTERS = "this program trains the model's own weights, not adapters; use slime"
+ONE_ADAPTER = "this program trains and samples with one LoRA adapter of dense layers; use miles"
 
 RAW_REWARDS = "--custom-reward-post-process-path slime_tis.trainer.rewards.raw.raw_rewards"
 """Takes rewards as advantages, without the group's baseline and scale."""
@@ -192,7 +193,7 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
 """Advice on values of slime's flags that ask for another experiment."""
 
 OTHER_EXPERIMENTS: Mapping[str, str] = {
-    "--lora-* --target-modules --exclude-modules": NO_ADAPTERS,
+    "--multi-lora-* --lora-train-only --experts-shared-outer-loras": ONE_ADAPTER,
     "--use-opd --opd-*": "there is no on-policy distillation; use slime",
     "--fp8-*": (
         "training is in bf16, fp16 or fp32, which is another experiment; use --bf16, and for"
@@ -279,6 +280,11 @@ ADVICE: Mapping[str, str] = {
         " layers"
     ),
     "--train-memory-margin-bytes": "memory is not moved between training and servers; remove it",
+    "--exclude-modules": "name all layers that get an adapter with --lora-target-modules",
+    "--lora-sync-from-tensor --lora-base-cpu-backup --check-lora-weight-equal": (
+        "the rollout engine gets weights with the merged adapter; remove it, and compare them with"
+        " --check-weight-sync"
+    ),
     "--train-env-vars": "set the environment variables of torchrun's processes yourself",
     "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer": (
         "optimizer state stays on the GPUs in fp32; shard it with --use-distributed-optimizer"

@@ -60,6 +60,7 @@ TITLES = (
     "evaluation",
     "training loop",
     "optimizer",
+    "LoRA adapters",
     "policy loss",
     "rollout correction",
     "routing replay",
@@ -88,7 +89,12 @@ def _declare() -> dict[str, Option]:
 OPTIONS = _declare()
 """Options by name, in the order of --help."""
 
-ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
+ALIASES = {
+    **CORRECTION_ALIASES,
+    "save_retain_count": "save_retain",
+    "lora_r": "lora_rank",  # TRL's
+    "target_modules": "lora_target_modules",  # miles'
+}
 """Present names of options by old name; the command line and YAML take both."""
 
 COMMAND_LINE = CommandLine(options=OPTIONS, aliases=ALIASES)

@@ -79,6 +79,11 @@ def _of_layout(arguments: Arguments) -> Iterator[str]:
             yield f"{flag(name)} {size}, which was not shown to be exact; remove it."
     if megatron.sequence_parallel:
         yield "--sequence-parallel, which was not shown to be exact; remove it."
+    if megatron.trains_adapters:
+        yield (
+            "LoRA adapters, which training computes apart from the weights into which the rollout"
+            " engine merges them; remove --lora-rank and --lora-adapter-path."
+        )
     if megatron.transformer_impl == "transformer_engine":
         yield (
             "--transformer-impl transformer_engine: the rollout engine does not have its kernels;"

@@ -15,6 +15,12 @@ optimizer_option = partial(option, group="optimizer")
 routing_option = partial(option, group="routing replay")
 parallel_option = partial(option, group="parallelism and precision")
 checkpoint_option = partial(option, group="checkpoints")
+lora_option = partial(option, group="LoRA adapters")
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers that can have an adapter, by their Hugging Face names."""
+ALL_LINEAR = "all-linear"
+"""Value of --lora-target-modules for all of LORA_TARGETS."""
 
 LAUNCH = "start several ranks with torchrun, or one process without the variables of torchrun"
 
@@ -117,6 +123,28 @@ class MegatronConfig:
     """Regular expressions; weights in whose Megatron name one is found are not trained."""
     only_train_params_name_list: tuple[str, ...] | None = optimizer_option(None, metavar="REGEX")
     """Regular expressions; only weights in whose Megatron name one is found are trained."""
+    lora_rank: Annotated[int | None, Limits(ge=1, le=4_096)] = lora_option(None)
+    """Train LoRA adapters of this rank, and freeze the model's own weights; unset: train all
+    weights."""
+    lora_alpha: Annotated[float, Limits(gt=0, le=1_000_000)] = lora_option(
+        32.0, needs=("--lora-rank",)
+    )
+    """The product of an adapter's two matrices is multiplied by lora_alpha / lora_rank."""
+    lora_dropout: Annotated[float, Limits(ge=0, lt=1)] = lora_option(
+        0.0, needs=("--lora-rank", "--lora-adapter-path")
+    )
+    """Share of an adapter's inputs that training sets to 0; rollouts and old log-probs do not."""
+    lora_target_modules: tuple[str, ...] | None = lora_option(
+        None, metavar="NAME", needs=("--lora-rank",)
+    )
+    """Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj,
+    or all-linear; unset: all-linear."""
+    lora_adapter_path: str | None = lora_option(None, metavar="DIR")
+    """Directory of a LoRA adapter of PEFT, which is trained further, instead of lora_rank,
+    lora_alpha and lora_target_modules."""
+    merge_lora: bool = lora_option(False, needs=("--save-hf",))
+    """Write the merged model to save_hf, and the adapter to a second directory, save_hf with
+    -adapter at its end."""
     nonfinite_gradient: Literal["stop", "skip"] = optimizer_option("stop")
     """At a non-finite gradient or loss: save and stop, or skip and count the step."""
     bf16: bool = parallel_option(False)
@@ -188,6 +216,7 @@ class MegatronConfig:
                 " remove it."
             )
         self._check_patterns()
+        self._check_lora()
 
     def _check_patterns(self) -> None:
         """Refuses both lists of weights at once, and texts that are no regular expressions."""
@@ -207,6 +236,61 @@ class MegatronConfig:
                         f"{flag(name)} has {quoted(pattern)}, which is no regular expression:"
                         f" {error}."
                     ) from None
+
+    def _check_lora(self) -> None:
+        """Refuses unknown target modules, and options that contradict adapters."""
+        for name in self.lora_targets:
+            if name not in LORA_TARGETS:
+                raise ValueError(
+                    f"--lora-target-modules has {quoted(name)}, but must have names of"
+                    f" {', '.join(LORA_TARGETS)}, or {ALL_LINEAR}."
+                )
+        if self.lora_rank is not None and self.lora_adapter_path is not None:
+            raise ValueError(
+                "--lora-rank and --lora-adapter-path are both given, but the adapter has its rank;"
+                " remove one of the two."
+            )
+        if not self.trains_adapters:
+            if self.merge_lora:
+                raise ValueError(
+                    "--merge-lora is on but there is no adapter; add --lora-rank, or remove it."
+                )
+            return
+        if self.selected_weights is not None:
+            option, _ = self.selected_weights
+            raise ValueError(
+                f"{flag(option)} has no effect on LoRA adapters, and the model's own weights are"
+                " frozen; remove it, or choose adapters by --lora-target-modules."
+            )
+        if self.transformer_impl == "transformer_engine":
+            raise ValueError(
+                "--transformer-impl transformer_engine fuses norms into the linear layers that"
+                " LoRA adapters belong to; remove it."
+            )
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether LoRA adapters are trained, and not the model's own weights."""
+        return self.lora_rank is not None or self.lora_adapter_path is not None
+
+    @property
+    def adapter_export(self) -> str | None:
+        """Directory to which the adapters are exported; None if nothing is."""
+        if self.save_hf is None or not self.trains_adapters:
+            return None
+        if self.merge_lora:
+            return f"{self.save_hf.rstrip('/')}-adapter"
+        return self.save_hf
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The names in lora_target_modules, also if commas separate them, without duplicates."""
+        names: list[str] = []
+        for item in self.lora_target_modules or (ALL_LINEAR,):
+            names += [name.strip() for name in item.split(",") if name.strip()]
+        if ALL_LINEAR in names:
+            return LORA_TARGETS
+        return tuple(dict.fromkeys(names))
 
     @property
     def selected_weights(self) -> tuple[str, tuple[str, ...]] | None:

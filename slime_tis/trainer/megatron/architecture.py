@@ -44,6 +44,7 @@ from slime_tis.trainer.megatron.layers import (
     release_probabilities,
     separate_expert_gradients,
 )
+from slime_tis.trainer.megatron.lora import add_adapters, lora_settings
 from slime_tis.trainer.megatron.model_config import ModelConfig
 from slime_tis.trainer.megatron.packing import PackedSequences, RotaryAngles
 from slime_tis.trainer.megatron.parallel import Parallel
@@ -184,7 +185,7 @@ def build_model(
     hf = read_hf_config(directory)
     family = family_of(hf)
     transformer = transformer_config(hf, config, parallel)
-    engine = uses_transformer_engine(hf, parallel)
+    engine = uses_transformer_engine(hf, parallel, config)
     if not engine and config.transformer_impl == "transformer_engine":
         raise ValueError(
             "--transformer-impl transformer_engine supports dense models only; remove the flag."
@@ -209,6 +210,9 @@ def build_model(
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="rope" if engine else "none",
     )
+    settings = lora_settings(config)
+    if settings is not None:
+        add_adapters(module, transformer, settings, seed=config.seed)
     if parallel.device.type != "cpu":  # torch cannot move the fake parameters of a plan
         module.to(parallel.device)
     release_probabilities(module)
@@ -226,7 +230,7 @@ def build_model(
 def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> ModelConfig:
     """Returns megatron-core's configuration of a Hugging Face model under the parallel layout."""
     family = family_of(hf)
-    engine = uses_transformer_engine(hf, parallel)
+    engine = uses_transformer_engine(hf, parallel, config)
     same_options = fields_in_common(config, ModelConfig)
     # megatron-core reads it only to choose layers, which `build_model` does
     del same_options["transformer_impl"]
@@ -334,12 +338,14 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
-def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
-    """Returns whether transformer-engine computes the layers: only for some dense families.
+def uses_transformer_engine(hf: HfConfig, parallel: Parallel, config: MegatronConfig) -> bool:
+    """Returns whether transformer-engine computes the layers: of some dense families, no adapters.
 
-    `hf_weights` does not know transformer-engine's names of expert weights.
+    `hf_weights` does not know transformer-engine's names of expert weights. Adapters need the input
+    of their linear layer, which transformer-engine computes inside the layer.
     """
-    is_possible = family_of(hf).has_engine_layers and moe_sizes(hf) is None
+    has_layers = family_of(hf).has_engine_layers and moe_sizes(hf) is None
+    is_possible = has_layers and not config.trains_adapters
     return parallel.transformer_engine and is_possible
 
 

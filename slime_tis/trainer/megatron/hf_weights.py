@@ -22,6 +22,7 @@ from slime_tis.families import MODEL_WEIGHTS, family_of
 from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_tensors import check_tensors, tensor_files
 from slime_tis.trainer.megatron.architecture import HfConfig, Model
+from slime_tis.trainer.megatron.lora import adapters_of, is_adapter_parameter, merged
 from slime_tis.trainer.megatron.parallel import Parallel
 
 
@@ -205,12 +206,21 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
             parameter.copy_(shard)
 
 
-def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
+def named_hf_tensors(
+    model: Model, parallel: Parallel, *, rounds_merged: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Streams the model's weights as complete tensors under Hugging Face names.
 
     A collective: every rank must iterate to the end.
+
+    Args:
+        model: This rank's part of the model.
+        parallel: The ranks.
+        rounds_merged: Whether weights with a merged LoRA adapter have the model's precision. They
+            are float32 otherwise, so that the receiver's rounding is the only one.
     """
     weights = named_weights(model.module)
+    adapters = adapters_of(model.module)
     for stage in range(parallel.pipeline_size):
         mine = stage == parallel.pipeline_rank
         first_layer = stage * (model.config.num_layers // parallel.pipeline_size)
@@ -220,20 +230,29 @@ def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Te
                 continue
             complete = None
             if mine:
-                shards = [weights[name].detach() for name in names]
+                shards = []
+                for name in names:
+                    shard = weights[name].detach()
+                    if name in adapters:
+                        dtype = shard.dtype if rounds_merged else torch.float32
+                        shard = merged(shard, adapters[name]).to(dtype)
+                    shards.append(shard)
                 complete = _gather_shards(shards, names[0], model, parallel)
             if parallel.pipeline_size > 1:
-                complete = _broadcast_tensors(complete, stage, parallel)
+                complete = broadcast_tensors(complete, stage, parallel)
             assert complete is not None
             yield from _under_hf_names(names, complete, model, parallel, first_layer)
 
 
 def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the weights on this rank: parameters, and the biases of routers.
+    """Returns the model's own weights on this rank: parameters, and the biases of routers.
 
-    These biases are buffers, since they are not trained by gradients.
+    These biases are buffers, since they are not trained by gradients. LoRA adapters are left out.
     """
-    weights: dict[str, Tensor] = dict(module.named_parameters())
+    weights: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if not is_adapter_parameter(name):
+            weights[name] = parameter
     for name, buffer in module.named_buffers():
         if name.endswith(".expert_bias"):
             weights[name] = buffer
@@ -290,11 +309,11 @@ def _gather_shards(
     if EXPERT.search(name) is None:
         gathered = shards
         if layout is not LAYOUTS["replicated"]:
-            gathered = _all_gather(shards[0], parallel.tensor_group)
+            gathered = all_gather(shards[0], parallel.tensor_group)
         return [tensor[None] for tensor in layout.join(gathered, model.hf_config)]
-    gathered = _all_gather(torch.stack(shards), parallel.expert_tensor_group)
+    gathered = all_gather(torch.stack(shards), parallel.expert_tensor_group)
     stacked = layout.join(gathered, model.hf_config)
-    return [torch.cat(_all_gather(tensor, parallel.expert_group)) for tensor in stacked]
+    return [torch.cat(all_gather(tensor, parallel.expert_group)) for tensor in stacked]
 
 
 def _under_hf_names(
@@ -314,7 +333,8 @@ def _first_expert(model: Model, parallel: Parallel, owner: int) -> int:
     return owner * ((model.config.num_moe_experts or 0) // parallel.expert_size)
 
 
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Returns the tensors of all ranks of a group, by rank; a collective."""
     if group.size() == 1:
         return [tensor]
     gathered = [
@@ -324,10 +344,8 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-def _broadcast_tensors(
-    tensors: list[Tensor] | None, stage: int, parallel: Parallel
-) -> list[Tensor]:
-    """Returns the tensors of pipeline stage `stage`; `tensors` is None on the other stages."""
+def broadcast_tensors(tensors: list[Tensor] | None, stage: int, parallel: Parallel) -> list[Tensor]:
+    """Returns the tensors of pipeline stage `stage`, None on the other stages; a collective."""
     sizes = [(tensor.shape, tensor.dtype) for tensor in tensors or []]
     sizes = parallel.broadcast_from_stage(sizes, stage)
     if tensors is None:

@@ -328,20 +328,22 @@ def with_recomputed_input(
     """
     inputs = function(x)
     # Autograd keeps `pack`. If that referred to `inputs`, they would stay in memory.
-    shape = inputs.shape
+    size = inputs.numel()
     address = inputs.data_ptr()
     saved = x.detach()
 
     def pack(tensor: Tensor) -> Tensor | _Recomputed:
-        if tensor.shape == shape and tensor.data_ptr() == address:
-            return _Recomputed(saved)
+        is_input = tensor.data_ptr() == address and tensor.numel() == size
+        # torch's product with a LoRA adapter saves a view with fewer dimensions
+        if is_input and tensor.is_contiguous():
+            return _Recomputed(saved, tensor.shape)
         return tensor
 
     def unpack(packed: Tensor | _Recomputed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         with torch.no_grad():
-            return function(packed.x)
+            return function(packed.x).view(packed.shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return layer(inputs)
@@ -350,6 +352,8 @@ def with_recomputed_input(
 @dataclass(frozen=True)
 class _Recomputed:
     x: Tensor
+    shape: torch.Size
+    """Of the tensor to compute again, which may be a view."""
 
 
 class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types

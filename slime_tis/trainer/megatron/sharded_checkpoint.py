@@ -9,7 +9,7 @@ All functions except `remove_older` are collectives. The second half works aroun
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -28,6 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from slime_tis.peft_directory import write_adapter
 from slime_tis.progress import print_line
 from slime_tis.torch_files import UnsafeFile
 from slime_tis.trainer.megatron.checkpoint_reader import (
@@ -36,6 +37,8 @@ from slime_tis.trainer.megatron.checkpoint_reader import (
     check_extra_state,
 )
 from slime_tis.trainer.megatron.hf_weights import copied_weights, replaced_weights
+from slime_tis.trainer.megatron.lora import is_adapter_parameter
+from slime_tis.trainer.megatron.lora_weights import adapter_config, named_adapter_tensors
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.rank_collectives import on_every_rank
 from slime_tis.trainer.storage import checkpoint_files as files
@@ -94,7 +97,10 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
                 common_strategy=SafeCommonStrategy(),
             )
             check_extra_state(state["model"], checkpoint)
-            engine.model.module.load_state_dict(state["model"])
+            # With LoRA, the model's own weights come from --hf-checkpoint.
+            engine.model.module.load_state_dict(
+                state["model"], strict=not engine.config.trains_adapters
+            )
             if engine.saves_reference:
                 check_extra_state(state["reference"], checkpoint)
                 _load_reference(state["reference"], engine)
@@ -144,7 +150,9 @@ def remove_older(newest: Path, run: str, retain: int) -> None:
 
 
 def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
-    """Writes the policy as a Hugging Face directory, under another name until it is complete.
+    """Writes the policy as a Hugging Face directory, with merged LoRA adapters.
+
+    The directory has another name until it is complete.
 
     Returns:
         The directory; None except on the main process.
@@ -152,17 +160,46 @@ def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
     Raises:
         CheckpointError: The directory could not be written.
     """
-    tensors = engine.named_hf_tensors()
+    tensors = engine.named_hf_tensors(rounds_merged=True)
+    like = Path(engine.config.hf_checkpoint)
+
+    def write(unfinished: Path) -> None:
+        write_hf_checkpoint(unfinished, tensors, like=like, shard_bytes=SHARD_BYTES)
+
+    return _export(directory, engine, tensors, write)
+
+
+def save_adapter(directory: str | Path, engine: TrainingEngine) -> Path | None:
+    """Writes the LoRA adapters as a directory of PEFT; otherwise as `save_hf`."""
+    tensors = named_adapter_tensors(engine.model, engine.parallel)
+    config = adapter_config(engine.model)
+    base = str(Path(engine.config.hf_checkpoint).resolve())
+
+    def write(unfinished: Path) -> None:
+        complete = {}
+        for name, tensor in tensors:
+            complete[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        write_adapter(unfinished, complete, config, base=base)
+
+    return _export(directory, engine, tensors, write)
+
+
+def _export(
+    directory: str | Path,
+    engine: TrainingEngine,
+    tensors: Iterator[tuple[str, Tensor]],
+    write: Callable[[Path], None],
+) -> Path | None:
+    """Writes an export on the main process, and takes part in the collective on the others."""
     if not engine.parallel.is_main:
-        for _ in tensors:  # takes part in the collective
+        for _ in tensors:
             pass
         return None
     final = Path(directory).resolve()
-    like = Path(engine.config.hf_checkpoint)
     unfinished = None
     try:
         unfinished = exports.begin(final)
-        write_hf_checkpoint(unfinished, tensors, like=like, shard_bytes=SHARD_BYTES)
+        write(unfinished)
         return exports.finish(unfinished, final)
     except OSError as error:
         for _ in tensors:  # the other ranks are still in the collective
@@ -211,6 +248,8 @@ def reason(error: BaseException) -> str:
 def sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:
     """Returns the state that megatron-core saves, or loads into."""
     model = engine.model.module.sharded_state_dict()
+    if engine.config.trains_adapters:
+        model = {name: value for name, value in model.items() if is_adapter_parameter(name)}
     metadata = {}
     if engine.config.use_distributed_optimizer:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}

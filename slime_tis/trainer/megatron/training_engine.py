@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,8 @@ from slime_tis.trainer.megatron.log_probs import (
     fused_linear_log_probs,
     vocab_parallel_log_probs,
 )
+from slime_tis.trainer.megatron.lora import without_adapters
+from slime_tis.trainer.megatron.lora_weights import load_adapter
 from slime_tis.trainer.megatron.memory import (
     TokenBudget,
     bytes_per_token,
@@ -141,6 +143,7 @@ class TrainingEngine:
             parallel,
             sequence_parallel=config.sequence_parallel,
         )
+        self.has_reference = keep_reference
         self.reference = self._load_weights(keep_reference)
         module = self.model.module
         if config.precision != "fp32":
@@ -231,15 +234,26 @@ class TrainingEngine:
         self, batch: TrainingBatch, partition: Sequence[Sequence[int]]
     ) -> Tensor:
         """Computes `log_probs` of the reference policy, without routing replay."""
-        if self.reference is None:
+        if not self.has_reference:
             raise ValueError(
                 "the engine has no reference policy: build the engine with keep_reference=True"
             )
-        with replaced_weights(self.model.module, self.reference):
+        with self.as_reference():
             return self.log_probs(batch.with_routing(None, None), partition)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Inside the block, the module is the reference policy: always without LoRA adapters."""
+        module = self.model.module
+        with ExitStack() as changes:
+            changes.enter_context(without_adapters(module))
+            if self.reference is not None:
+                changes.enter_context(replaced_weights(module, self.reference))
+            yield
 
     def update_reference(self) -> None:
         """Makes the policy the reference policy."""
+        self.has_reference = True
         self.reference = copied_weights(self.model.module)
 
     def train_step(
@@ -375,15 +389,16 @@ class TrainingEngine:
         trained = sum(weight.numel() for weight in self._trained_weights())
         return trained, sum(weight.numel() for weight in self.model.module.parameters())
 
-    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_hf_tensors(self, *, rounds_merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yields complete weights under Hugging Face names; a collective (see hf_weights)."""
-        return named_hf_tensors(self.model, self.parallel)
+        return named_hf_tensors(self.model, self.parallel, rounds_merged=rounds_merged)
 
     def _load_weights(self, keep_reference: bool) -> dict[str, Tensor] | None:
         """Loads the policy's weights.
 
         Returns:
-            A copy of the reference policy's weights; None unless `keep_reference`.
+            A copy of the reference policy's weights; None unless `keep_reference`, and with LoRA
+            adapters if the reference policy has the same frozen weights.
         """
         config = self.config
         reference = None
@@ -391,7 +406,9 @@ class TrainingEngine:
             load_hf_weights(self.model, config.ref_load, self.parallel)
             reference = copied_weights(self.model.module)
         load_hf_weights(self.model, config.hf_checkpoint, self.parallel)
-        if keep_reference and reference is None:
+        if config.lora_adapter_path is not None:
+            load_adapter(self.model, config.lora_adapter_path, self.parallel)
+        if keep_reference and reference is None and not config.trains_adapters:
             reference = copied_weights(self.model.module)
         return reference
 

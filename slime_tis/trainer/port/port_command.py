@@ -23,6 +23,7 @@ from slime_tis.trainer.cli.slime_flags import (
     FIXED,
     FIXED_EXPERIMENT,
     LAYERS,
+    ONE_ADAPTER,
     OTHER_VALUES,
     RENAMED,
     VALUES,
@@ -33,6 +34,7 @@ from slime_tis.trainer.cli.slime_flags import (
 )
 from slime_tis.trainer.cli.train_options import FLAGS
 from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
+from slime_tis.trainer.port.adapters import port_adapters
 from slime_tis.trainer.port.gpus import GPUS_PER_NODE, PLACEMENT, Placement, count, place
 from slime_tis.trainer.port.launch_script import (
     CLOSE,
@@ -191,6 +193,7 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
     else:
         given = _replace_values(launch, ported)
         ported.engine = _server_engine(launch, given)
+        _replace_adapters(given, ported)
     model = _model_on_this_machine(_value(given, "--hf-checkpoint"))
     for flag in given.values():
         _port_flag(flag, given, model, ported)
@@ -251,6 +254,15 @@ def _server_engine(launch: LaunchScript, given: Mapping[str, Flag]) -> str:
     if has_vllm_flags or "vime" in launch.directory.parts:
         return "vllm"
     return "sglang"
+
+
+def _replace_adapters(given: dict[str, Flag], ported: Ported) -> None:
+    """Replaces miles' flags of LoRA adapters in `given`."""
+    changes = port_adapters(given)
+    ported.notes[CHANGED] += changes.notes
+    ported.notes[ADDED] += changes.added
+    if changes.unsupported:
+        ported.other_experiments[ONE_ADAPTER] = changes.unsupported
 
 
 def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:

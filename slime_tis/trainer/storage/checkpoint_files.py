@@ -61,6 +61,10 @@ FIXED_OPTIONS = {
     "expert_model_parallel_size": "the optimizer's state of the experts has another form",
     "freeze_params_name_list": "the optimizer's state is of other weights",
     "only_train_params_name_list": "the optimizer's state is of other weights",
+    "lora_rank": "the saved adapters have another shape",
+    "lora_alpha": "the saved adapters were trained with that scale",
+    "lora_target_modules": "the saved adapters are of other layers",
+    "lora_adapter_path": "the saved adapters began with that one",
     "ref_update_interval": "the reference policy is part of the checkpoint",
     "rollout_shuffle": "prompts of the current epoch would be repeated or skipped",
 }

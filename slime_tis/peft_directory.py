@@ -1,0 +1,177 @@
+"""Reads and writes LoRA adapters in PEFT's format, without importing PEFT.
+
+A directory has `adapter_config.json` and `adapter_model.safetensors`. The tensors of the linear
+layer `model.layers.0.self_attn.q_proj` are
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight  [rank, in]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight  [out, rank]
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_tis.errors import first_line, quoted, quoted_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
+"""Names of the tensors of plain LoRA."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+}
+"""Fields of adapter_config.json that must have one of these values: others are not plain LoRA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """The settings of an adapter."""
+
+    rank: int
+    alpha: float
+    """α, with s = α / rank; for rank-stabilized LoRA already multiplied by √rank."""
+    targets: tuple[str, ...]
+    """Last parts of the names of the adapted layers, such as q_proj, sorted."""
+
+
+def tensor_name(layer: str, matrix: str) -> str:
+    """Returns PEFT's name of A or B of a linear layer such as model.layers.0.mlp.up_proj."""
+    return f"base_model.model.{layer}.lora_{matrix}.weight"
+
+
+def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
+    """Returns the settings of an adapter.
+
+    Args:
+        directory: The directory.
+        subject: Beginning of error messages, such as the option and its value.
+
+    Raises:
+        ValueError: The directory has no adapter, or one of another kind than plain LoRA.
+    """
+    path = Path(directory) / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{subject} but {quoted_path(path)} cannot be read: {first_line(error)}."
+        ) from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ValueError(f"{subject} but {quoted_path(path)} is no LoRA adapter of PEFT.")
+    for name, values in NEUTRAL.items():
+        if name in config and config[name] not in values:
+            raise ValueError(
+                f"{subject} but its {CONFIG} has {name} {quoted(config[name])}; only plain LoRA is"
+                " supported."
+            )
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= 4096:
+        raise ValueError(f"{subject} but its {CONFIG} has r {quoted(rank)}.")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise ValueError(f"{subject} but its {CONFIG} has lora_alpha {quoted(alpha)}.")
+    if config.get("use_rslora"):
+        alpha *= math.sqrt(rank)
+    layers = {layer.rpartition(".")[2] for layer in _layers(directory, subject)}
+    return AdapterConfig(rank=rank, alpha=alpha, targets=tuple(sorted(layers)))
+
+
+def read_adapter_tensors(directory: str | Path, subject: str) -> "dict[str, Tensor]":
+    """Returns the tensors by PEFT's names.
+
+    Raises:
+        ValueError: The file cannot be read, or a tensor has NaN or infinity.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(directory) / WEIGHTS
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{subject} but {quoted_path(path)} cannot be read: {first_line(error)}."
+        ) from None
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{subject} but its tensor {name} holds NaN or infinity.")
+    return tensors
+
+
+def write_adapter(
+    directory: Path, tensors: "Mapping[str, Tensor]", config: AdapterConfig, *, base: str
+) -> None:
+    """Writes an adapter that PEFT, SGLang and vLLM load.
+
+    Args:
+        directory: An existing directory.
+        tensors: A and B by PEFT's names, on the CPU.
+        config: Settings.
+        base: Path or name of the model without the adapter.
+
+    Raises:
+        OSError: A file could not be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(config.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    text = json.dumps(fields, indent=2) + "\n"
+    (directory / CONFIG).write_text(text, encoding="utf-8")
+    try:
+        save_file(dict(tensors), directory / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:  # raised on a full disk
+        raise OSError(str(error)) from error
+
+
+def _layers(directory: str | Path, subject: str) -> set[str]:
+    """Returns the names of the adapted layers, from the header of the weights' file."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(directory) / WEIGHTS
+    try:
+        with safe_open(str(path), "pt") as file:
+            names = list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{subject} but {quoted_path(path)} cannot be read: {first_line(error)}."
+        ) from None
+    layers = set()
+    for name in names:
+        match = TENSOR.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{subject} but it has the tensor {name}, which plain LoRA has not.")
+        layers.add(match["layer"])
+    if not layers:
+        raise ValueError(f"{subject} but {quoted_path(path)} has no tensors.")
+    return layers

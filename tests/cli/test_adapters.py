@@ -1,0 +1,65 @@
+"""LoRA adapters on the command line: targets, and models whose layers cannot have them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_tis.families import FAMILIES
+from tests.cli.conftest import configured, refusal
+
+OTHER_MODELS = {
+    "experts": (
+        "Qwen3MoeForCausalLM",
+        "gate_proj, up_proj, down_proj of this model are in experts",
+    ),
+    "fused projections": ("Phi3ForCausalLM", "Use --lora-target-modules down_proj o_proj."),
+    "fused gate": ("Glm4ForCausalLM", "has no gate_proj, up_proj, but fuses them"),
+}
+
+
+def use_model(architecture):
+    """Changes the family of the checkpoint of `base`."""
+    path = Path("model", "config.json")
+    model = json.loads(path.read_text()) | {
+        "architectures": [architecture],
+        "model_type": FAMILIES[architecture].model_type,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+    }
+    path.write_text(json.dumps(model))
+
+
+@pytest.mark.parametrize(("architecture", "message"), OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_layers_without_adapters_are_refused(architecture, message, base):
+    use_model(architecture)
+    assert message in refusal(base + "--lora-rank 8")
+
+
+def test_layers_that_are_not_fused_are_accepted(base):
+    use_model("Phi3ForCausalLM")
+    config = configured(base + "--lora-rank 8 --lora-target-modules o_proj,down_proj").megatron
+    assert config.lora_targets == ("o_proj", "down_proj")
+
+
+# (flags, targets)
+TARGETS = {
+    "unset": ("", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    "all": ("--lora-target-modules all-linear", None),
+    "words": ("--lora-target-modules v_proj q_proj", ("v_proj", "q_proj")),
+    "commas": ("--target-modules 'v_proj, q_proj,v_proj'", ("v_proj", "q_proj")),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), TARGETS.values(), ids=TARGETS)
+def test_targets_are_separated_by_blanks_or_commas(flags, expected, base):
+    targets = configured(f"{base} --lora-r 8 {flags}").megatron.lora_targets
+    assert targets == (expected or TARGETS["unset"][1])
+
+
+def test_small_updates_of_merged_adapters_may_be_rounded_at_random(base):
+    flags = "--bf16 --lora-rank 8 --weight-update-rounding stochastic --rollout-precision bf16"
+    assert configured(base + flags).rollout.weight_update_rounding == "stochastic"

@@ -1,0 +1,116 @@
+"""Runs of train.py with LoRA adapters: rollouts, exports, resumption, refusals."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime_tis.main import train
+from tests.runs import metrics_of, run_here, training_metrics
+
+KL = ["--use-kl-loss", "--kl-loss-coef", "0.01", "--rollout-precision", "fp32"]
+LORA = ["--lora-rank", "4", "--lora-alpha", "8", *KL]
+
+
+def flags_of(parent):
+    return [*LORA, "--save", str(parent / "save"), "--save-hf", str(parent / "hf")]
+
+
+@pytest.fixture(scope="module")
+def finished(task, tmp_path_factory):
+    """The directory of a run of three rollouts, and its metrics."""
+    parent = tmp_path_factory.mktemp("lora")
+    return parent, run_here([*task, *flags_of(parent)], parent / "run")
+
+
+def checkpoint_of(task):
+    return task[task.index("--hf-checkpoint") + 1]
+
+
+def test_rollouts_are_those_of_the_adapted_model(finished):
+    _, rows = finished
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
+
+
+def test_the_reference_policy_is_the_model_without_adapters(finished):
+    _, rows = finished
+    divergences = [row["train/kl_loss"] for row in rows]
+    assert divergences[0] == 0.0
+    assert min(divergences[1:]) > 1e-4
+
+
+def test_the_export_names_the_model_and_the_scale(task, finished):
+    parent, _ = finished
+    config = json.loads((parent / "hf" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == checkpoint_of(task)
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(task, finished, tmp_path):
+    _, expected = finished
+    flags = [*task, *flags_of(tmp_path)]
+    run_here([*flags, "--num-rollout", "2"], tmp_path / "run")
+    rows = run_here([*flags, "--load", str(tmp_path / "save")], tmp_path / "run")
+    assert list(map(training_metrics, rows)) == list(map(training_metrics, expected))
+
+
+def test_merged_weights_are_exported_with_the_adapter(task, tmp_path):
+    flags = [*task, *LORA, "--num-rollout", "1", "--merge-lora", "--save-hf", str(tmp_path / "hf")]
+    run_here(flags, tmp_path / "run")
+    adapter = load_file(tmp_path / "hf-adapter" / "adapter_model.safetensors")
+    layer = "model.layers.1.mlp.down_proj"
+    up = adapter[f"base_model.model.{layer}.lora_B.weight"]
+    down = adapter[f"base_model.model.{layer}.lora_A.weight"]
+    before = load_file(f"{checkpoint_of(task)}/model.safetensors")[f"{layer}.weight"]
+    merged = load_file(tmp_path / "hf" / "model.safetensors")[f"{layer}.weight"]
+    assert up.any()
+    torch.testing.assert_close(merged, before + 2.0 * up @ down)
+
+
+def test_training_continues_from_an_exported_adapter(task, finished, tmp_path):
+    parent, _ = finished
+    flags = ["--lora-adapter-path", str(parent / "hf"), *KL]
+    rows = run_here([*task, *flags, "--num-rollout", "1"], tmp_path / "run")
+    assert rows[0]["train/kl_loss"] > 0
+    assert rows[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_two_ranks_equal_one(task, finished, tmp_path):
+    _, expected = finished
+    flags = [*task, *LORA, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    rows = metrics_of(flags, tmp_path / "run", ranks=2)
+    first = training_metrics(rows[0])
+    assert first == pytest.approx(training_metrics(expected[0]), rel=1e-4, abs=1e-4)
+
+
+CHANGED = {
+    "--lora-rank is 8": ["--lora-rank", "8"],
+    "--lora-alpha is 16.0": ["--lora-alpha", "16"],
+    "--lora-target-modules is ['q_proj']": ["--lora-target-modules", "q_proj"],
+}
+
+
+@pytest.mark.parametrize(("message", "flags"), CHANGED.items(), ids=CHANGED)
+def test_a_resumed_run_keeps_its_adapters(message, flags, task, finished, tmp_path, capsys):
+    parent, _ = finished
+    save = str(parent / "save")
+    words = [*task, *LORA, *flags, "--load", save, "--save", save]
+    with pytest.raises(SystemExit, match="2"):
+        train([*words, "--output-dir", str(tmp_path / "run")])
+    assert message in capsys.readouterr().err
+
+
+def test_other_weights_of_the_same_model_are_refused(task, finished, tmp_path, capsys):
+    """A checkpoint has no weights but the adapters'; on other weights they mean something else."""
+    parent, _ = finished
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint_of(task), model)
+    tensors = load_file(model / "model.safetensors")
+    save_file(
+        {name: tensor * 1.01 for name, tensor in tensors.items()}, model / "model.safetensors"
+    )
+    words = [*task, *LORA, "--hf-checkpoint", str(model), "--load", str(parent / "save")]
+    assert train([*words, "--output-dir", str(tmp_path / "run")]) == 1
+    assert "whose config.json or weights differ" in capsys.readouterr().err
