@@ -14,8 +14,10 @@ import yaml
 
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
+from slime_tis.main import _parser
 from slime_tis.options.fields import flag
 from slime_tis.options.flags import Flag
+from slime_tis.parity.parity_command import sides
 from slime_tis.policy.step_sums import STALENESS, TURN, metrics_by, sums_by
 from slime_tis.trainer.cli.slime_flags import (
     ADVICE,
@@ -149,9 +151,15 @@ def test_the_wrong_command_of_the_quick_start_is_refused_as_shown(task):
 
 @pytest.mark.usefixtures("task")
 def test_the_command_of_the_page_on_equal_log_probs_is_accepted():
-    (command,) = blocks("true_on_policy.md", "")
+    command, _ = blocks("true_on_policy.md", "")
     options = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
     assert options.rollout.true_on_policy
+
+
+def test_the_comparison_with_a_server_on_that_page_is_accepted():
+    _, command = blocks("true_on_policy.md", "")
+    _, others = sides(_parser().parse_args(shlex.split(command)[1:]))
+    assert [side.execution for side in others] == ["sglang"]
 
 
 def test_commands_on_the_sglang_page_are_accepted(task):

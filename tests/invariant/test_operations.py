@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slime_tis.trainer.invariant.operations import (
     KEYS,
+    Tiles,
     attention,
     linear,
     product,
@@ -94,6 +95,17 @@ def test_halves_of_a_sum_equal_two_ranks(kernels, dtype, seed, rows):
         features = slice(80 * rank, 80 * rank + 80)
         ranks.append(product(x[..., features].clone(), weight[:, features].clone(), tiles))
     assert torch.equal(linear(x, weight, None, tiles, parts=2), ranks[0] + ranks[1])
+
+
+@DTYPES
+@pytest.mark.parametrize("features", [1, 5, 11, 12, 16])
+def test_few_output_features_equal_those_of_many(dtype, features):
+    draw = randoms(9)
+    x = draw(64, 96, dtype=dtype)
+    weight = draw(64, 96, dtype=dtype)
+    tiles = Tiles(64, 64)
+    complete = product(x, weight, tiles)
+    assert torch.equal(product(x, weight[:features], tiles), complete[:, :features])
 
 
 @DTYPES

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from slime_tis.main import main
 from slime_tis.parity.comparison import compare
 from slime_tis.parity.executions import EXECUTIONS, Side
+from slime_tis.parity.parity_text import sentence
 from slime_tis.parity.samples import joined, random_prompts
 from slime_tis.parity.shared_kernels import kernels_of
 from slime_tis.trainer.engines.local.slot_cache import SlotCache
@@ -55,14 +56,25 @@ def reference(checkpoint_of):
     return recording
 
 
-def test_local_engine_draws_the_given_tokens(checkpoint_of, reference):
+@pytest.fixture(scope="module")
+def local_engine(checkpoint_of, reference):
+    """The local engine compared with transformers."""
     recording, isolated = recordings("local", checkpoint_of(), reference)
-    comparison = compare(reference, recording, isolated, SAMPLES)
-    responses = sum(map(len, SAMPLES.tokens)) - sum(SAMPLES.prompt_lengths)
-    assert comparison.log_probs.tokens == responses
-    assert comparison.log_probs.mean < 1e-5
-    assert len(comparison.operations) == 3 + 2 * 17
-    assert max(row.difference.relative for row in comparison.operations) < 1e-5
+    return compare(reference, recording, isolated, SAMPLES)
+
+
+def test_local_engine_draws_the_given_tokens(local_engine):
+    responses = SAMPLES.total - sum(SAMPLES.prompt_lengths)
+    assert local_engine.log_probs.tokens == responses
+    assert local_engine.log_probs.mean < 1e-5
+
+
+def test_local_engine_shows_all_operations_of_transformers(local_engine):
+    assert len(local_engine.operations) == 3 + 2 * 17
+
+
+def test_local_engine_differs_from_transformers_by_rounding(local_engine):
+    assert max(row.difference.relative for row in local_engine.operations) < 1e-5
 
 
 FAMILIES = {
@@ -76,16 +88,34 @@ FAMILIES = {
 a router instead of the four operations of an MLP, and GLM's have a shared expert."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_engine_has_the_operations_of_transformers(checkpoint_of, family):
-    checkpoint = checkpoint_of(family)
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained_family(request, checkpoint_of):
+    """A family, and its training engine compared with transformers."""
+    checkpoint = checkpoint_of(request.param)
     (expected,) = recordings("full", checkpoint)
     recording, isolated = recordings("training", checkpoint, expected)
-    comparison = compare(expected, recording, isolated, SAMPLES)
+    return request.param, compare(expected, recording, isolated, SAMPLES)
+
+
+def test_training_engine_has_the_operations_of_transformers(trained_family):
+    family, comparison = trained_family
+    assert len(comparison.operations) == FAMILIES[family]
+
+
+def test_training_engine_has_the_log_probs_of_transformers(trained_family):
+    _, comparison = trained_family
     assert comparison.log_probs.mean < 1e-5
+
+
+def test_operations_of_training_differ_by_rounding(trained_family):
+    _, comparison = trained_family
     assert max(row.difference.relative for row in comparison.operations) < 1e-5
     assert max(row.own.relative for row in comparison.operations) < 1e-6
-    assert len(comparison.operations) == FAMILIES[family]
+
+
+def test_rounding_of_all_operations_is_said(trained_family):
+    _, comparison = trained_family
+    assert sentence(comparison).endswith("Rounding explains the own differences of all operations.")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

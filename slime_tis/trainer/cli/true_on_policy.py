@@ -1,7 +1,7 @@
-"""What --true-on-policy refuses, each with its reason, and which options it leaves without effect.
+"""Refuses options that --true-on-policy cannot work with, and names those that it makes useless.
 
 The flag promises that both log-probs of every trained token are equal in every bit. It accepts only
-what was shown to keep the promise (docs/true_on_policy.md).
+options that were shown to keep this promise (docs/true_on_policy.md).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from slime_tis.trainer.cli.train_options import OPTIONS, Arguments
 PRECISIONS = ("fp32", "bf16")
 """Precisions whose operations were shown to be exact."""
 MOST_TENSOR_RANKS = 2
-"""Tensor-parallel ranks: the sum of two numbers has one order, that of three depends on gloo."""
+"""Tensor-parallel ranks. Two numbers can only be added in one order; for three, gloo chooses it."""
 
 
 def check_true_on_policy(arguments: Arguments) -> None:
@@ -25,8 +25,13 @@ def check_true_on_policy(arguments: Arguments) -> None:
     """
     if not arguments.rollout.true_on_policy:
         return
-    for problem in (*_of_samples(arguments), *_of_precision(arguments), *_of_layout(arguments)):
-        raise ValueError(f"--true-on-policy does not work with {problem}")
+    problems = [
+        *_sample_problems(arguments),
+        *_precision_problems(arguments),
+        *_layout_problems(arguments),
+    ]
+    if problems:
+        raise ValueError(f"--true-on-policy does not work with {problems[0]}")
 
 
 def check_family(arguments: Arguments, architecture: str) -> None:
@@ -51,7 +56,7 @@ def check_family(arguments: Arguments, architecture: str) -> None:
     )
 
 
-def _of_precision(arguments: Arguments) -> Iterator[str]:
+def _precision_problems(arguments: Arguments) -> Iterator[str]:
     precision = arguments.megatron.precision
     rollout_precision = arguments.rollout.rollout_precision
     if precision not in PRECISIONS:
@@ -65,13 +70,13 @@ def _of_precision(arguments: Arguments) -> Iterator[str]:
         yield "--rollout-router-bits, which rounds weights of the rollout engine only; remove it."
 
 
-def _of_layout(arguments: Arguments) -> Iterator[str]:
+def _layout_problems(arguments: Arguments) -> Iterator[str]:
     megatron = arguments.megatron
     ranks = megatron.tensor_model_parallel_size
     if ranks > MOST_TENSOR_RANKS:
         yield (
             f"--tensor-model-parallel-size {ranks}: the order in which gloo adds more than"
-            f" {MOST_TENSOR_RANKS} numbers is not known; use {MOST_TENSOR_RANKS} or less."
+            f" {MOST_TENSOR_RANKS} numbers is unknown; use at most {MOST_TENSOR_RANKS}."
         )
     for name in ("pipeline_model_parallel_size", "context_parallel_size"):
         size = getattr(megatron, name)
@@ -91,14 +96,15 @@ def _of_layout(arguments: Arguments) -> Iterator[str]:
         )
 
 
-def _of_samples(arguments: Arguments) -> Iterator[str]:
+def _sample_problems(arguments: Arguments) -> Iterator[str]:
     """Yields options whose tokens were not sampled by the weights and operations of the step."""
     rollout = arguments.rollout
     loop = arguments.loop
     if rollout.rollout_engine != "local":
         yield (
             f"--rollout-engine {rollout.rollout_engine}: training does not have the kernels of a"
-            " server, so that log-probs differ; use --rollout-engine local."
+            " server, also with deterministic inference, so their log-probs differ; use"
+            " --rollout-engine local."
         )
     steps = loop.num_steps_per_rollout
     if steps is not None and steps > 1:

@@ -1,24 +1,25 @@
-"""Operations whose result for a row depends on this row only, bit by bit.
+"""Operations whose result for a row depends only on this row, in every bit.
 
 A rollout engine decodes one token of many sequences at a time, and training computes complete
-sequences. Libraries choose another kernel, and so another order of additions, for another number of
-rows. With the functions of this module both engines add the same numbers in the same order. Then
+sequences. Libraries choose a kernel by the number of rows, and each kernel adds in its own order.
+With the functions of this module both engines add the same numbers in the same order. Then
 log-probs of equal weights are equal in every bit (`--true-on-policy`).
 
-The rules, and what breaks without them:
+The rules, each with what breaks without it:
 
 1. Products of matrices have a padded number of rows (`Tiles`). Below some number of rows, MKL and
    oneDNN add in another order; with AMX, bf16 products of 16, 64 and 2,048 rows all differ. The
    number of output features matters only if it is small (`MIN_OUTPUTS`).
-2. The length of a sum never changes. A row-parallel layer adds the products of two halves, so the
-   rollout engine does the same (`parts`). A bias is added after the product: a fused product starts
-   with the bias.
+2. A sum never changes its length. A row-parallel layer adds the products of two halves, so the
+   rollout engine does the same (`parts`). A bias is added after the product, because a fused
+   product starts its sum with the bias.
 3. Attention adds keys in blocks of `KEYS`, then the blocks in order. A block of masked keys adds an
    exact 0, so padding changes nothing.
 4. torch's silu computes the last elements of a tensor with another exp. It is used only if all
    rows end with a complete vector; otherwise silu is composed of exp and a division.
-5. A sum over the vocabulary has one block per tensor-parallel rank.
-6. Norms and rotary embeddings round where transformers rounds, so that its code is not replaced.
+5. A sum over the vocabulary has one block per tensor-parallel rank, also in the rollout engine.
+6. Norms and rotary embeddings round where transformers rounds, so that its code need not be
+   replaced.
 
 These are observations of libraries, not guarantees. `self_check` tests them on the machine and on
 the shapes of the model before a run, and the run compares every trained token.
@@ -49,8 +50,8 @@ order."""
 QUERY_ROWS = 16
 """Rows to which the queries of an attention product are padded."""
 QUERIES = 64
-"""Queries of a sequence that are computed at once. Later keys are left out, which halves the work
-of causal attention."""
+"""Queries of a sequence that are computed at once. Keys after the last of them are left out, which
+halves the work of causal attention."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def causal(queries: int, keys: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Queries:
+class _QueryChunk:
     """Some queries of every sequence, and the keys that they see."""
 
     tokens: slice
@@ -228,9 +229,9 @@ class _Attention(torch.autograd.Function):
         grad_query = torch.empty_like(query)
         grad_keys = torch.zeros_like(keys)
         grad_values = torch.zeros_like(values)
-        for part in _query_parts(seen):
-            tokens = part.tokens
-            visible = slice(part.keys)
+        for chunk in _query_chunks(seen):
+            tokens = chunk.tokens
+            visible = slice(chunk.keys)
             queries = query[:, :, tokens].float()
             grad_output = grad[:, :, tokens].float()
             scores = (queries @ keys[:, :, visible].transpose(-1, -2)).mul_(ctx.scale)
@@ -255,13 +256,15 @@ def _attention(
     """Returns the output [B, H, T, d], the largest score m and Σ e^(score − m), [B, H, T] each."""
     keys = _key_blocks(key)
     values = _key_blocks(value)
-    parts = []
-    for part in _query_parts(seen):
-        parts.append(_attend(query, keys, values, seen, scale, part))
-    if len(parts) == 1:
-        return parts[0]
-    output, maximum, total = (torch.cat(column, 2) for column in zip(*parts, strict=True))
-    return output, maximum, total
+    outputs = []
+    maxima = []
+    totals = []
+    for chunk in _query_chunks(seen):
+        output, maximum, total = _attend(query, keys, values, seen, scale, chunk)
+        outputs.append(output)
+        maxima.append(maximum)
+        totals.append(total)
+    return torch.cat(outputs, 2), torch.cat(maxima, 2), torch.cat(totals, 2)
 
 
 def _key_blocks(x: Tensor) -> Tensor:
@@ -276,9 +279,9 @@ def _key_blocks(x: Tensor) -> Tensor:
     return blocks.flatten(0, 1)
 
 
-def _query_parts(seen: Tensor) -> Sequence[_Queries]:
-    """Cuts queries into parts, each with the length of the keys that it sees."""
-    parts = []
+def _query_chunks(seen: Tensor) -> Sequence[_QueryChunk]:
+    """Cuts queries into chunks, each with the number of keys that it sees."""
+    chunks = []
     count = seen.shape[1]
     for start in range(0, count, QUERIES):
         tokens = slice(start, min(start + QUERIES, count))
@@ -286,29 +289,32 @@ def _query_parts(seen: Tensor) -> Sequence[_Queries]:
         if count > QUERIES:
             is_seen = seen[:, tokens].flatten(0, 1).any(0)
             keys = int(is_seen.nonzero().max()) + 1
-        parts.append(_Queries(tokens, keys))
-    return parts
+        chunks.append(_QueryChunk(tokens, keys))
+    return chunks
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, part: _Queries
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, chunk: _QueryChunk
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the values of `_attention` for some queries."""
     batch, heads, _, features = query.shape
     groups = len(keys) // batch
     heads_per_group = heads // groups
-    length = part.keys + -part.keys % KEYS
-    hidden = ~seen[:, part.tokens, : part.keys]
-    if length > part.keys:
-        hidden = F.pad(hidden, (0, length - part.keys), value=True)
-    queries = query[:, :, part.tokens].float() * scale
+    length = chunk.keys + -chunk.keys % KEYS
+    hidden = ~seen[:, chunk.tokens, : chunk.keys]
+    if length > chunk.keys:
+        hidden = F.pad(hidden, (0, length - chunk.keys), value=True)
+    queries = query[:, :, chunk.tokens].float() * scale
     count = queries.shape[2]
-    # The heads of a group are rows of one product, so that few rows are padding.
+    # The heads of a group are rows of one product, so that few rows are padding. Their number does
+    # not change a row, because it is padded like the rows of a linear layer (rule 1).
     rows = heads_per_group * count
     queries = _padded_rows(queries.reshape(batch * groups, rows, features), QUERY_ROWS)
     scores = torch.bmm(queries, keys[:, :length].transpose(1, 2))
     by_head = (batch, groups, heads_per_group, count, length)
     scores[:, :rows].view(by_head).masked_fill_(hidden[:, None, None], -torch.inf)
+    # The maximum is over all keys that the query sees, also in decoding. Relative to it, the weight
+    # of a masked key is exp(−∞) = 0, and adding that 0 changes no sum (rule 3).
     maximum = scores.amax(-1, keepdim=True)
     weights = scores.sub_(maximum).exp_()
     sums = weights.unflatten(-1, (-1, KEYS)).sum(-1, keepdim=True)
@@ -457,7 +463,7 @@ class _SwiGLU(torch.autograd.Function):
 def row_sums(x: Tensor) -> Tensor:
     """Returns the sum of each row of x [rows, V].
 
-    With several threads, torch divides the sum of a single row among them; so it gets two rows.
+    With several threads, torch divides the sum of a single row among them, so it gets two rows.
     """
     if len(x) == 1:
         return x.expand(2, -1).sum(-1)[:1]

@@ -1,8 +1,8 @@
 """Chooses the tiles of matrix products, and tests all operations on this machine.
 
-Libraries give no guarantee that the rules of `operations` hold: it depends on the processor, the
-build, the number of threads and the sizes of the matrices. Therefore a run begins with random
-inputs in the shapes of its model. An operation whose rows depend on other rows is refused by name.
+Libraries do not guarantee the rules of `operations`. They depend on the processor, the build, the
+number of threads and the sizes of the matrices. Therefore a run first tests every operation on
+random inputs in the shapes of its model, and is refused if rows depend on other rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +35,9 @@ CANDIDATES = {
 }
 """Tiles by type of the weights, the fastest first (docs/true_on_policy.md has times)."""
 LAST_CANDIDATES = (Tiles(64, 128), Tiles(64, 64), Tiles(128, 128))
-"""Tiles that were slower everywhere, but hold on more machines."""
-WORK = 10**9
-"""Most multiplications of one product. Larger tiles save no time and make the check slow."""
+"""Tiles that were slower on all tested machines, but keep the rules on more of them."""
+MAX_MULTIPLICATIONS = 10**9
+"""Most multiplications of one product. Larger tiles save no time and make the test slow."""
 DRAWS = 3
 """Random inputs of an operation."""
 
@@ -191,9 +191,11 @@ def _choose_tiles(
     name: str, layer: _Layer, dtype: torch.dtype, generator: torch.Generator
 ) -> Tiles:
     """Returns the first candidate with which both engines get equal rows."""
-    features, inputs = sum(map(len, layer.fused)), layer.fused[0].shape[1]
+    features = sum(map(len, layer.fused))
+    inputs = layer.fused[0].shape[1]
     for candidate in (*CANDIDATES[dtype], *LAST_CANDIDATES):
-        affordable = WORK // (features * inputs) // candidate.base * candidate.base
+        rows = MAX_MULTIPLICATIONS // (features * inputs)
+        affordable = rows // candidate.base * candidate.base
         most = max(candidate.base, min(candidate.most, affordable))
         tiles = Tiles(candidate.base, most)
         if all(_rows_are_equal(layer, tiles, dtype, generator) for _ in range(DRAWS)):
@@ -207,16 +209,21 @@ def _rows_are_equal(
     """Whether random rows are equal for every size of a tile and in both engines' matrices."""
     x = _random(generator, (tiles.most, layer.fused[0].shape[1]), dtype)
     smallest = Tiles(tiles.base, tiles.base)
-    expected = torch.cat([product(x, matrix, smallest) for matrix in layer.fused], 1)
-    back = layer.order.argsort()
+    expected = _products(x, layer.fused, smallest)
+    expected_separate = expected[:, layer.order.argsort()]
     for rows in _sizes(tiles, generator):
-        fused = torch.cat([product(x[:rows], matrix, tiles) for matrix in layer.fused], 1)
-        separate = torch.cat([product(x[:rows], matrix, tiles) for matrix in layer.separate], 1)
+        fused = _products(x[:rows], layer.fused, tiles)
+        separate = _products(x[:rows], layer.separate, tiles)
         if not torch.equal(fused, expected[:rows]):
             return False
-        if not torch.equal(separate, expected[:rows, back]):
+        if not torch.equal(separate, expected_separate[:rows]):
             return False
     return True
+
+
+def _products(x: Tensor, matrices: Sequence[Tensor], tiles: Tiles) -> Tensor:
+    """Returns the products with all matrices, side by side."""
+    return torch.cat([product(x, matrix, tiles) for matrix in matrices], 1)
 
 
 def _sizes(tiles: Tiles, generator: torch.Generator) -> Iterator[int]:
@@ -274,9 +281,9 @@ class _Operations:
         def function(x: Tensor) -> Tensor:
             return silu(x, vectorized=self.vectorized_silu)
 
-        joined = torch.cat([gate] * ranks, 1)
+        all_ranks = torch.cat([gate] * ranks, 1)
         expected = torch.cat([function(gate)] * ranks, 1)
-        return torch.equal(function(joined), expected) and _is_row_by_row(function, gate)
+        return torch.equal(function(all_ranks), expected) and _is_row_by_row(function, gate)
 
     def rotary_embedding(self) -> bool:
         """The rotary embedding of one token and of all."""
