@@ -23,7 +23,6 @@ from slime_tis.analysis.diagnosis.causes import CAUSES
 from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagnose
 from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.diagnosis.top_tokens import Position, TopTokens, compare_top_tokens
-from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line
 from slime_tis.parity.executions import PRECISIONS
@@ -342,6 +341,8 @@ class EngineCheck:
                 is_proven = is_shown or proof.is_proven
         if top is not None:
             sentence = f"{sentence} The likeliest tokens: {top.evidence}."
+        from slime_tis.analysis.dumps.files import check_replaceable, write  # needs pyarrow, 25 MiB
+
         with suppress(OSError, ValueError):
             check_replaceable(self.path)
             write(self.path, table)

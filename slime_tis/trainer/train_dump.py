@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable
 from slime_tis.analysis.dumps.what_if import annotated
 from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig
@@ -91,6 +90,8 @@ class TrainDump:
         self._thread.shutdown()
 
     def _write(self, rollout_id: int, steps: list[StepDump]) -> None:
+        from slime_tis.analysis.dumps.files import check_replaceable, write  # needs pyarrow, 25 MiB
+
         path = self._settings.path(rollout_id, self._rank)
         try:
             check_replaceable(path)

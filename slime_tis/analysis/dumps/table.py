@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from slime_tis.correction import LOG_PROB_LIMIT
@@ -402,14 +401,17 @@ def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
     array = np.asarray(values)
     if array.dtype == dtype or not array.size:
         return array.astype(dtype, copy=False)
-    try:  # unlike numpy, arrow refuses overflows and lost fractions
-        flat = pa.array(array.reshape(-1)).cast(pa.from_numpy_dtype(dtype))
-    except (pa.ArrowException, TypeError, OverflowError) as error:
-        kind = np.dtype(dtype).name
-        raise ValueError(
-            f"{name} has an entry that does not fit {kind}: {first_line(error)}."
-        ) from None
-    numbers: Column = flat.to_numpy(zero_copy_only=False).reshape(array.shape)
+    problem = f"{name} has an entry that does not fit {np.dtype(dtype).name}"
+    try:
+        with np.errstate(invalid="ignore", over="ignore"):
+            numbers: Column = array.astype(dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{problem}: {first_line(error)}.") from None
+    # numpy wraps integers that are too large, and cuts off fractions.
+    if np.issubdtype(dtype, np.integer):
+        is_changed = numbers != array
+        if is_changed.any():
+            raise ValueError(f"{problem}: {array[is_changed][0]}.")
     return numbers
 
 

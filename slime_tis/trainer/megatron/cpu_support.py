@@ -2,8 +2,11 @@ r"""Lets megatron-core run on a machine without CUDA.
 
 megatron-core 0.16.1 names the CUDA device literally in places that do not need CUDA (a loss
 counter, a gradient norm, a checkpoint's `synchronize`), and calls collectives in ways that gloo
-does not support. Without a CUDA device, `install` adds an import hook that rewrites these places in
-the sources of `megatron.core` during their import. Torch is not patched and no file is changed.
+does not support. It also wraps some forty functions in `torch.compile` when it is imported. That
+loads the compiler, 40 MiB, although the layers here call none of these functions.
+
+Without a CUDA device, `install` adds an import hook that rewrites these places in the sources of
+`megatron.core` during their import. Torch is not patched and no file is changed.
 
 A CPU-only path is proposed for some of megatron-core
 (https://github.com/NVIDIA/Megatron-LM/pull/6270); a release with that path makes this file
@@ -27,6 +30,7 @@ REPLACEMENTS = (
     # for recomputed activations, which also save the state of the CPU's generator
     (r"(?<!def )\b_[gs]et_cuda_rng_state" + CALL, "None"),
     (r"\bpin_memory=True\b", "pin_memory=False"),
+    (r"\bjit_fuser = torch\.compile\b", "jit_fuser = noop_decorator"),
     (r"(?<!\btorch)\.cuda" + CALL, ""),  # tensor.cuda(...)
     # gloo gathers and scatters only tensors of equal sizes. Ranks that divide the matrices of an
     # expert receive different numbers of tokens, unless they also divide the sequence.
@@ -61,6 +65,9 @@ REPLACEMENTS = (
     ),
 )
 
+REPLACED_WORDS = (b"cuda", b"pin_memory", b"jit_fuser = ")
+"""A file without these words has nothing to replace."""
+
 
 def install() -> None:
     """Installs the import hook, which does nothing with CUDA. Repeated calls are safe."""
@@ -84,7 +91,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
         data = self.get_data(path)
-        if b"cuda" not in data and b"pin_memory" not in data:  # two thirds of the files
+        if not any(word in data for word in REPLACED_WORDS):  # two thirds of the files
             return importlib.machinery.SourceFileLoader(fullname, path).get_code(fullname)
         # Without the cache: a .pyc file would hold the code before the rewriting.
         return compile(rewrite(data.decode()), path, "exec", dont_inherit=True)
