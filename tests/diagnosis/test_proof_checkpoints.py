@@ -122,6 +122,34 @@ def test_an_old_half_of_a_tensor_is_named(start: Path, earlier: Path, old_weight
     assert (proof.is_proven, proof.causes) == (True, ("weights_not_updated",)), proof.sentence
 
 
+def half_updated(weights: Weights, *, by_name: bool) -> Weights:
+    """The old values of the tensors that half an update does not reach."""
+    names = list(weights)
+    if by_name:
+        names.sort()
+    return {name: weights[name] for name in names[len(names) // 2 :]}
+
+
+@pytest.fixture(scope="module", params=["by model", "by name"])
+def half_update_proof(
+    request: pytest.FixtureRequest, start: Path, earlier: Path, old_weights: Weights
+) -> Proof:
+    """The proof for an update that ended after half of the tensors, in one of two orders."""
+    weights = half_updated(old_weights, by_name=request.param == "by name")
+    _, proof = prove(dump(loaded(start), engine(start, weights)), str(start), [str(earlier)])
+    return proof
+
+
+def test_half_an_update_is_named(half_update_proof: Proof) -> None:
+    assert "last tensors" in half_update_proof.explanations[0].name, half_update_proof.sentence
+    assert half_update_proof.is_proven
+    assert half_update_proof.causes == ("weights_not_updated",)
+
+
+def test_half_an_update_ends_the_search_before_other_networks(half_update_proof: Proof) -> None:
+    assert "network_setting" not in half_update_proof.tested
+
+
 def test_a_tied_output_layer_that_stays_old_is_named(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
     old = loaded(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from slime_tis.analysis.report.report_commands import diagnosis
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.vllm.vllm_api import WORKER_DIRECTORY, num_tensors
@@ -72,9 +73,9 @@ def call(server: RealServer, method: str, **arguments: object) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def plant(server: RealServer, fault: str) -> None:
-    """Chooses the fault of the server's next updates."""
-    call(server, "plant_fault", name=fault)
+def plant(server: RealServer, fault: str, after: int = 0) -> None:
+    """Chooses the fault of the server's updates, after some complete ones."""
+    call(server, "plant_fault", name=fault, after=after)
 
 
 def run_on(url: str, flags: list[str], output: Path) -> Completed:
@@ -110,6 +111,35 @@ def test_the_check_finds_half_an_update(
     run = run_on(faulty_server.url, tied_task, tmp_path)
     assert run.returncode == 1
     assert "parameter-sync error" in run.stderr
+
+
+def test_the_diagnosis_names_half_an_update(
+    tied_task: list[str], tied_checkpoint: Path, faulty_server: RealServer, tmp_path: Path
+) -> None:
+    flags = [flag for flag in tied_task if flag != "--check-weight-sync"]
+    flags += ["--n-samples-per-prompt", "16"]
+    after_one_step = tmp_path / "hf"
+    plant(faulty_server, "")
+    run = run_on(
+        faulty_server.url,
+        [*flags, "--num-rollout", "1", "--save-hf", str(after_one_step)],
+        tmp_path / "first",
+    )
+    assert run.returncode == 0, run.stderr
+    # The first update, of the initial weights, is complete.
+    plant(faulty_server, "half", after=1)
+    dump = tmp_path / "dump"
+    flags += ["--num-rollout", "2", "--save-debug-train-data", str(dump / "{rollout_id}.parquet")]
+    run = run_on(faulty_server.url, flags, tmp_path / "second")
+    assert run.returncode == 0, run.stderr
+    text = diagnosis(
+        str(dump),
+        hf_checkpoint=str(tied_checkpoint),
+        other_checkpoints=[str(after_one_step)],
+        as_json=True,
+    )
+    proof = json.loads(text)["proof"]
+    assert proof["causes"] == ["weights_not_updated"], proof["sentence"]
 
 
 def test_the_check_finds_a_cache_that_outlives_updates(

@@ -162,6 +162,8 @@ class Search:
         self.table = hypotheses(self.model, tokenizer, prompt=longest_prompt, layers=layers)
         self.scorer = HypothesisScorer(scorer, self.inputs, self.fitted, self.table)
         self.reference = self.scorer.rows(())
+        self.checkpoint_names: set[str] = set()
+        """The hypotheses on other checkpoints."""
         self.shares: dict[str, float] = {}
         """Share of the mismatch that each hypothesis alone removes on the fitted samples."""
 
@@ -176,6 +178,7 @@ class Search:
         """
         if self.model is None:
             return
+        general = set(self.table)
         own = self.model.state_dict()
         for path, other in others.items():
             is_model = isinstance(other, torch.nn.Module)
@@ -194,6 +197,7 @@ class Search:
                     f"--other-checkpoint {quoted_path(path)} has another architecture and"
                     " vocabulary; give the same model, or its draft model."
                 )
+        self.checkpoint_names = self.table.keys() - general
 
     def largest_work(self) -> int:
         """Returns the tokens of the forward passes of a search that nothing settles early."""
@@ -201,9 +205,9 @@ class Search:
         held_out = sum(len(self.inputs[i].tokens) for i in self.held_out)
         passes = 0
         stages = set()
-        for hypothesis in self.table.values():
+        for name, hypothesis in self.table.items():
             if hypothesis.cost:
-                stages.add(hypothesis.cost)
+                stages.add(self._stage(name))
                 passes += len(hypothesis.values)
         passes += 2 * self.rounds * self.max_refined * len(stages)
         return passes * fitted + MEASURED * held_out
@@ -223,8 +227,8 @@ class Search:
             names = [name for name in names if not self.table[name].cost]
         best: dict[str, Fit] = {}
         before = float(self._remaining([fixed], self.fitted)[0].sum())
-        for cost in sorted({self.table[name].cost for name in names}):
-            stage = [name for name in names if self.table[name].cost == cost]
+        for number in sorted({self._stage(name) for name in names}):
+            stage = [name for name in names if self._stage(name) == number]
             best |= self._fit(fixed, stage, before)
             if not fixed:
                 for fit in best.values():
@@ -242,6 +246,13 @@ class Search:
             if fit.remaining < (1 - WORTH_MEASURING) * before:
                 helpful.append(fit.edit)
         return self.measure(fixed, helpful or [order[0].edit])
+
+    def _stage(self, name: str) -> tuple[int, bool]:
+        """The place of a hypothesis in the search: by cost.
+
+        Of equal cost, those on other checkpoints come first, because the user suspects them.
+        """
+        return self.table[name].cost, name not in self.checkpoint_names
 
     def fit_again(self, first: Measured, second: Edit) -> Measured:
         """Returns the first hypothesis with its parameter fitted next to the second."""

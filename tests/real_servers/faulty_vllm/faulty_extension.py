@@ -14,14 +14,18 @@ class FaultyExtension(WorkerExtension):
     """The extension of slime_tis, whose updates go wrong on demand."""
 
     fault = ""
+    complete_updates = 0
+    """Updates before the fault."""
 
-    def plant_fault(self, name: str) -> None:
-        """Chooses "old head", "half" or "" (no fault)."""
+    def plant_fault(self, name: str, after: int = 0) -> None:
+        """Chooses "old head", "half" or "" (no fault), after some complete updates."""
         self.fault = name
+        self.complete_updates = after
 
     def load_checkpoint(self, path: str, num_tensors: int) -> str:
         """Loads a checkpoint, with the fault; says that all went well."""
-        if not self.fault:
+        if not self.fault or self.complete_updates:
+            self.complete_updates = max(self.complete_updates - 1, 0)
             return super().load_checkpoint(path, num_tensors)
         if self.fault == "old head":
             # vLLM alone, as at this version on a CPU: a tied output layer stays old.

@@ -5,9 +5,10 @@ These are older or newer weights, adapters, draft models and caches of old weigh
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def for_weights(
         return table
     table |= _for_parts(path, different)
     table |= _for_layers(path, different)
+    table |= _for_unfinished_updates(path, different)
     table |= _for_shards(path, different)
     table |= _for_tied_output(path, own, different)
     claim = f"reads the prompt from a cache that has the weights of {_escaped(path)}"
@@ -155,6 +157,40 @@ def _for_layers(path: str, different: Weights) -> dict[str, Hypothesis]:
     claim = f"has layer {{value:.0f}} of {_escaped(path)}"
     indices = tuple(sorted(layers))
     return {f"layer of {path}": Hypothesis(claim, CAUSE, indices, network=one_layer)}
+
+
+def _for_unfinished_updates(path: str, different: Weights) -> dict[str, Hypothesis]:
+    """Returns the hypotheses on half an update: it ended early, or its beginning is missing.
+
+    A transport sends tensors in the order of the model, and files have them in the order of their
+    names.
+    """
+    table: dict[str, Hypothesis] = {}
+    orders = {"": list(different), " by name": sorted(different)}
+    count = len(different)
+    grid = tuple(sorted({count * eighths // 8 for eighths in range(1, 8)} - {0}))
+    if len(grid) < 2:
+        return {}
+    for order, names in orders.items():
+        if order and names == orders[""]:
+            continue
+        claim = f"has only the first {{value:.0f}} of {count} tensors{order} of {_escaped(path)}"
+        edit = partial(_exchange_part, different, names, is_first=True)
+        table[f"first tensors{order} of {path}"] = Hypothesis(claim, CAUSE, grid, network=edit)
+        claim = f"has {_escaped(path)} without the first {{value:.0f}} of {count} tensors{order}"
+        edit = partial(_exchange_part, different, names, is_first=False)
+        table[f"last tensors{order} of {path}"] = Hypothesis(claim, CAUSE, grid, network=edit)
+    return table
+
+
+def _exchange_part(
+    different: Weights, names: Sequence[str], model: Any, value: float, *, is_first: bool
+) -> Any:
+    """The network with other weights in its first tensors, or in the others, of an order."""
+    chosen = names[round(value) :]
+    if is_first:
+        chosen = names[: round(value)]
+    return _towards({name: different[name] for name in chosen})(model, 1.0)
 
 
 SHARDS = ((0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4))
