@@ -136,7 +136,7 @@ def _finding(rule: Rule, values: Values, correction: RolloutCorrectionConfig) ->
     """
     value = values[rule.metric]
     confidence = float(rule.condition(value, values, correction))
-    # not `<= 0`, which would let NaN through
+    # Not `<= 0`, which would let NaN through.
     if not confidence > 0:
         return None
     text = rule.message.format(

@@ -116,6 +116,7 @@ OPTIONS = {
 
 
 def _placeholder(values: Values) -> bool:
+    """Whether tokens with a log-prob of exactly 0 differ more than the others."""
     return (
         values["train/placeholder_fraction"] >= MIN_PLACEHOLDERS
         and values["train/placeholder_size"] > PLACEHOLDER_RATIO * values["train/rest_abs_diff"]
@@ -123,6 +124,7 @@ def _placeholder(values: Values) -> bool:
 
 
 def _truncated(values: Values) -> bool:
+    """Whether nearly every difference has the sign that truncated sampling makes."""
     return (
         values["train/rest_positive_share"] < MAX_POSITIVE_SHARE
         and values["train/rest_abs_diff"] > MIN_ONE_SIGNED
@@ -131,6 +133,7 @@ def _truncated(values: Values) -> bool:
 
 
 def _broken(values: Values) -> bool:
+    """Whether log-probs are above 0, at a lower bound, or a multiple of the true ones."""
     is_bounded = (
         values["train/bounded_tokens"] >= MIN_BOUNDED
         and values["train/bounded_spread"] > MIN_BOUNDED_SPREAD
@@ -140,6 +143,7 @@ def _broken(values: Values) -> bool:
 
 
 def _temperature(values: Values) -> bool:
+    """Whether the difference is a function of the log-prob, as with a temperature."""
     smallest = MIN_DEPENDENCE
     if values["train/sampled_ratio_errors"] > MAX_RATIO_ERRORS:
         smallest = WEAK_DEPENDENCE
@@ -150,6 +154,7 @@ def _temperature(values: Values) -> bool:
 
 
 def _shifted(values: Values) -> bool:
+    """Whether samples agree with training after a shift, or with a neighbor."""
     # Samples of a few tokens are not compared, so the metric may be missing.
     return values.get("train/shifted_sample_fraction", 0.0) > MIN_SHIFTED
 
@@ -177,12 +182,14 @@ def _sign(values: Values) -> str:
 
 
 def _is_stale(values: Values) -> bool:
-    return values.get("train/mismatch_k3_kl_stale", 0.0) > max(
-        MAX_K3, 2 * values.get("train/mismatch_k3_kl_fresh", 0.0)
-    )
+    """Whether old samples differ by much, and by more than fresh samples do."""
+    stale = values.get("train/mismatch_k3_kl_stale", 0.0)
+    fresh = values.get("train/mismatch_k3_kl_fresh", 0.0)
+    return stale > max(MAX_K3, 2 * fresh)
 
 
 def _not_updated(values: Values) -> bool:
+    """Whether the mismatch has grown although samples are reported as fresh."""
     return (
         values.get("train/mismatch_growth", 0.0) > GROWTH
         and values["train/abs_diff"] > MIN_GROWN
@@ -192,6 +199,7 @@ def _not_updated(values: Values) -> bool:
 
 
 def _other_network(values: Values) -> bool:
+    """Whether engines with equal weights differ without a sign of the log-probs."""
     return (
         values.get("train/updates") == 0
         and values["train/mismatch_k3_kl"] > MAX_K3
@@ -201,6 +209,7 @@ def _other_network(values: Values) -> bool:
 
 
 def _unexplained(values: Values) -> bool:
+    """Whether the KL is large and no more specific rule explains it."""
     return (
         values["train/mismatch_k3_kl"] > MAX_K3
         and not _sign(values)
@@ -213,6 +222,7 @@ def _unexplained(values: Values) -> bool:
 
 
 def _sign_rule(cause: str, metric: str, message: str, fix: str) -> Rule:
+    """Returns the rule that the log-probs show the sign of a cause."""
     return Rule(
         cause=cause,
         metric=f"train/{metric}",
@@ -230,6 +240,7 @@ SAMPLES = (
 
 
 def _mismatch_rule(samples: str) -> Rule:
+    """Returns the rule on an unexplained mismatch; `samples` ends the message."""
     return Rule(
         cause="mismatch",
         metric="train/mismatch_k3_kl",
@@ -480,7 +491,7 @@ class LiveHealth:
             derived["train/updates"] = float(step - self._first_step)
             is_comparable = self._samples_are_fresh or "train/weight_staleness" in metrics
             if step > self._first_step and self._first_size is not None and is_comparable:
-                # fp32 engines may agree to the last bit
+                # fp32 engines may agree to the last bit, so the divisor has a minimum.
                 derived["train/mismatch_growth"] = size / max(self._first_size, 1e-6)
                 derived["train/first_k3"] = self._first_k3
         age = metrics.get("train/weight_staleness")

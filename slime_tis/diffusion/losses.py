@@ -169,7 +169,8 @@ def diffusion_loss(  # noqa: PLR0913
     current = torch.where(mask, log_probs, log_probs.detach().nan_to_num())
     old = torch.where(mask & old_log_probs.isfinite(), old_log_probs.detach(), current.detach())
     loss_BT, clipped_BT = LOSSES[config.policy_loss](current, old, advantage, clip_range=clip_range)
-    numerator = torch.where(mask, loss_BT * weights.to(loss_BT.dtype), 0.0).sum()
+    weighted_BT = loss_BT * weights.to(loss_BT.dtype)
+    numerator = torch.where(mask, weighted_BT, 0.0).sum()
     accepted = mask.sum()
     steps = torch.ones_like(mask).sum()
     log_ratio_BT = current.detach() - old
@@ -183,6 +184,7 @@ def diffusion_loss(  # noqa: PLR0913
         denominator = accepted
     sums = {name: torch.where(mask, value, 0.0).sum() for name, value in terms.items()}
     return DiffusionLoss(
+        # Without an accepted step the numerator is 0, and 0 / 1 has the gradient 0.
         loss=numerator / denominator.clamp_min(1),
         numerator=numerator,
         denominator=denominator,
@@ -194,6 +196,7 @@ def diffusion_loss(  # noqa: PLR0913
 
 
 def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:
+    """Returns the advantage of every step, in the shape of the log-probs."""
     if advantages.shape == log_probs.shape:
         return advantages.detach()
     if advantages.shape != log_probs.shape[:1]:
@@ -207,6 +210,7 @@ def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:
 def _decoupled(
     config: RolloutCorrectionConfig, weights: Tensor | None, mask: Tensor | None, log_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Returns given weights and mask with their defaults, or refuses missing weights."""
     if weights is None and config.corrects:
         raise ValueError(
             "weights are missing, but the configuration corrects; pass the result of"
@@ -216,6 +220,7 @@ def _decoupled(
         weights = torch.ones_like(log_probs, dtype=torch.float32)
     check_shapes(STEPS, log_probs=log_probs, weights=weights)
     if mask is None:
+        # exp never gives 0 here: log-ratios are clamped, so a weight of 0 marks a rejected step.
         mask = weights > 0
     check_shapes(STEPS, log_probs=log_probs, mask=mask)
     return weights.detach(), mask.bool()

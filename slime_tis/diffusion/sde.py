@@ -110,7 +110,8 @@ def gaussian_log_prob(
     mean = at_least_float32(mean_BX)
     std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
     standard = (next_sample_BX.to(mean.dtype) - mean) / std
-    log_prob = (-0.5 * standard.square() - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1)
+    log_prob = -0.5 * standard.square() - std.log() - 0.5 * math.log(2 * math.pi)
+    log_prob = log_prob.flatten(1)
     if reduction == "mean":
         return log_prob.mean(1)
     return log_prob.sum(1)
@@ -131,7 +132,8 @@ def _as_latent(time: float | Tensor, sample_BX: Tensor) -> Tensor:
             f"time has shape {tuple(t.shape)}, sample {tuple(sample_BX.shape)}; pass a float or"
             " [B]."
         )
-    return t.view(-1, *[1] * (sample_BX.dim() - 1))
+    latent_dims = sample_BX.dim() - 1
+    return t.view(-1, *[1] * latent_dims)
 
 
 def check_shapes(layout: tuple[str, range], **tensors: Tensor) -> None:

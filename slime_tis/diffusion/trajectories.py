@@ -201,6 +201,7 @@ def correct_trajectories(
     trajectories = shape
     if len(shape) == 1:
         trajectories = torch.Size((shape[0], 1))  # `correct` takes [B, T]
+    # Before the product: bf16 log-probs times thousands of dimensions would lose digits.
     train = at_least_float32(train_log_probs.detach()).view(trajectories) * latent_dims
     rollout = at_least_float32(rollout_log_probs.detach()).view(trajectories) * latent_dims
     every_step = torch.ones_like(train, dtype=torch.bool)
@@ -213,20 +214,18 @@ def correct_trajectories(
         reported = correct(weight_report(config), train, rollout, every_step, are_densities=True)
         reported_statistics = reported.statistics
     difference = (train - rollout).abs().to(torch.float64)
+    # NaN and engines' sentinels fail this comparison and do not count.
     finite = difference < LOG_RATIO_LIMIT
     size = torch.where(finite, difference, 0.0)
     by_timestep = size.new_zeros(0, 3)
     if timesteps is not None:
-        timestep_N = _as_steps(timesteps, shape).to(torch.float64).flatten()
-        distinct, index = timestep_N.unique(return_inverse=True)
-        columns = torch.stack([size.flatten(), finite.to(torch.float64).flatten()], 1)
-        sums = columns.new_zeros(len(distinct), 2).index_add_(0, index, columns)
-        by_timestep = torch.cat([distinct[:, None], sums], 1)
+        by_timestep = _sums_by_timestep(_as_steps(timesteps, shape), size, finite)
     lost = acting.accepted_per_sequence < acting.masked_in_per_sequence
     statistics = StepStatistics(
         core=acting.statistics,
         weights=reported_statistics,
         sequences=torch.stack([torch.ones_like(lost), lost]).sum(1, dtype=torch.float64),
+        # The added 0 gives a batch without steps a maximum; amax of nothing raises.
         highest=torch.cat([size.flatten(), size.new_zeros(1)]).amax(),
         by_timestep=by_timestep,
     )
@@ -236,6 +235,15 @@ def correct_trajectories(
         statistics=statistics,
         global_batch=acting.global_batch,
     )
+
+
+def _sums_by_timestep(timesteps: Tensor, size: Tensor, finite: Tensor) -> Tensor:
+    """Returns `StepStatistics.by_timestep` of |Δ| and its validity, one value per step."""
+    timestep_N = timesteps.to(torch.float64).flatten()
+    distinct, index = timestep_N.unique(return_inverse=True)
+    columns = torch.stack([size.flatten(), finite.to(torch.float64).flatten()], 1)
+    sums = columns.new_zeros(len(distinct), 2).index_add_(0, index, columns)
+    return torch.cat([distinct[:, None], sums], 1)
 
 
 def _as_steps(timesteps: Tensor, shape: torch.Size) -> Tensor:
@@ -263,23 +271,26 @@ class Diagnostics:
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """The warnings after a step."""
-        found = {name.removeprefix(self._prefix): value for name, value in metrics.items()}
+        values = {name.removeprefix(self._prefix): value for name, value in metrics.items()}
         self._steps += 1
-        is_first, mode = self._steps <= FIRST_STEPS, self._config.mode
-        rejects_many = found.get("rejected_sequence_fraction", 0.0) > REJECTED_SHARE
-        at_bound = (
-            not mode.rejects and found.get(f"mis_{mode.high_fraction}", 0.0) > 0.0
-        )  # one that rejects has none
+        is_first = self._steps <= FIRST_STEPS
+        mode = self._config.mode
+        rejects_many = values.get("rejected_sequence_fraction", 0.0) > REJECTED_SHARE
+        has_gap = values.get("mismatch_log_ppl_abs_diff", 0.0) > LARGEST_LOG_PPL_GAP
+        # A mode that rejects has no weights at the bound.
+        at_bound = not mode.rejects and values.get(f"mis_{mode.high_fraction}", 0.0) > 0.0
+        # Both alarms observe every step, because they count steps in a row.
         problems = {
             _about_rejection: self._rejecting.observe(rejects_many),
-            _about_gap: (
-                is_first and found.get("mismatch_log_ppl_abs_diff", 0.0) > LARGEST_LOG_PPL_GAP
-            ),
+            _about_gap: is_first and has_gap,
             _about_bound: self._at_bound.observe(at_bound) and is_first,
         }
-        new = [about for about, holds in problems.items() if holds and about not in self._reported]
-        self._reported.update(new)
-        return [about(self._config, found, self._steps) for about in new]
+        messages = []
+        for about, holds in problems.items():
+            if holds and about not in self._reported:
+                self._reported.add(about)
+                messages.append(about(self._config, values, self._steps))
+        return messages
 
 
 def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float], _: int) -> str:

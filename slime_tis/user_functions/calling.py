@@ -61,6 +61,7 @@ def calling(function: Callable[..., Any]) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, CustomFunctionError):
         raise
+    # BaseException, because sys.exit in a user function must not end one rank silently.
     except BaseException as error:
         where = describe(function)
         if code is not None:
@@ -152,8 +153,10 @@ def failure(error: BaseException) -> str:
             " to stop the run"
         )
     try:
+        text = str(error)
         # str of a SyntaxError repeats file and line, which the message has already.
-        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        if isinstance(error, SyntaxError):
+            text = error.msg
     except Exception:  # a user-defined __str__
         text = ""
     text = one_line(text, MAX_REASON_LENGTH).rstrip(".")
@@ -164,7 +167,9 @@ def failure(error: BaseException) -> str:
             " Namespace of the argument args="
         )
     name = type(error).__name__
-    return f"raised {name}: {text}" if text else f"raised {name}"
+    if not text:
+        return f"raised {name}"
+    return f"raised {name}: {text}"
 
 
 def last_line(error: BaseException, directory: Path | None) -> str | None:
@@ -199,12 +204,15 @@ def _inner(function: Callable[..., Any]) -> Any:
 
 
 def _name(function: Callable[..., Any]) -> str:
+    """Returns the name of a function, without the functions that enclose it."""
     inner = _inner(function)
+    # An object with __call__ has no name; its class has one.
     name: str = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     return name.rpartition("<locals>.")[2]
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:
+    """Returns the compiled Python code of a function; None if it is in C, or a class."""
     inner = _inner(function)
     code = getattr(inner, "__code__", None)
     if code is None and not inspect.isclass(inner):  # an object with __call__

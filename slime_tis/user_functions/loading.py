@@ -96,6 +96,7 @@ def load_function(path: str) -> Callable[..., Any]:
         CustomFunctionError: The path has neither form, or the file, module or function is missing
             or fails to import.
     """
+    # Before any import: the user's module may begin with `from slime.utils.types import Sample`.
     slime_modules.provide()
     shown = repr(one_line(path))
     is_file = ":" in path
@@ -128,6 +129,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def _module_of_file(shown: str, source: str) -> ModuleType:
+    """Returns the module of a Python file, which is executed once; `shown` begins messages."""
     try:
         file = Path(source).expanduser().resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
@@ -155,18 +157,21 @@ def _module_of_file(shown: str, source: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # a file that ends in .py has a loader
     module = importlib.util.module_from_spec(spec)
+    # Before the execution, as import does: dataclasses and pickle look their module up by name.
     sys.modules[name] = module
     try:
         _FINDER.add(file.parent)
         with _importing(shown, file):
             spec.loader.exec_module(module)
     except BaseException:
+        # A second load would otherwise return the half-executed module.
         del sys.modules[name]
         raise
     return module
 
 
 def _module_of_name(shown: str, name: str) -> ModuleType:
+    """Imports a module; a missing module gets a message of its own."""
     try:
         with _importing(shown, None):
             return importlib.import_module(name)
@@ -207,6 +212,7 @@ def _importing(shown: str, file: Path | None) -> Iterator[None]:
 
 
 def _hint(error: BaseException) -> str:
+    """Returns what the user can do about a failed import."""
     if not isinstance(error, ImportError):
         return TRACEBACK_HINT
     name = error.name or ""
@@ -246,10 +252,12 @@ class _SiblingFinder(MetaPathFinder):
         self.directories.add(directory)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+        # Two users' directories may both have a helper.py: the next import must find its own.
         for name, other in list(self.modules.items()):
             if other != directory:
                 sys.modules.pop(name, None)
                 del self.modules[name]
+        # Finders cache directory listings, and a file may be newer than its directory's listing.
         importlib.invalidate_caches()
 
     def _importer(self) -> Path | None:
@@ -259,7 +267,9 @@ class _SiblingFinder(MetaPathFinder):
         while frame.f_back is not None and frame.f_code.co_filename.startswith(importers):
             frame = frame.f_back
         directory = Path(frame.f_code.co_filename).parent
-        return directory if directory in self.directories else None
+        if directory in self.directories:
+            return directory
+        return None
 
 
 _FINDER = _SiblingFinder()

@@ -35,6 +35,7 @@ def call_custom_tis(
     # Copies, because a function may change its arguments in place.
     copies = {name: _copy(value) for name, value in kwargs.items() if name in names}
     pg_loss: Tensor = copies["pg_loss"]
+    # Stored now: an operation in place would give the copy another node.
     origin = pg_loss.grad_fn
     if origin is None:
         result = call(function, seed=seed, args=args, **copies)
@@ -130,6 +131,7 @@ def _refuse_backward(grad: Tensor) -> None:
 
 
 def _copy(value: Any) -> Any:
+    """Returns a value with clones of its tensors, which keep their gradients."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, list | tuple):
@@ -158,6 +160,7 @@ def _checked_loss(name: str, pg_loss: Any, source: Tensor, origin: Any) -> Tenso
 
 def _leads_to(node: Any, origin: Any) -> bool:
     """Whether the autograd graph leads from a node back to the origin."""
+    # A loop, because a graph can be deeper than Python's recursion limit.
     seen = set()
     waiting = [node]
     while waiting:
@@ -171,6 +174,7 @@ def _leads_to(node: Any, origin: Any) -> bool:
 
 
 def _check_masks(name: str, masks: Any, originals: list[Tensor]) -> None:
+    """Checks that masks are 0 or 1, fit the responses, and add no token to the loss."""
     if not isinstance(masks, list | tuple) or len(masks) != len(originals):
         raise CustomFunctionError(
             f"{name} returned {kind(masks)} as masks; return a list of {len(originals)}, one per"

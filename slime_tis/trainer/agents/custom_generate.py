@@ -73,6 +73,7 @@ class GenerateFunction:
         async def call(sample: Sample, engine: TokenEngine) -> list[Sample]:
             address = f"{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
             recorded = RecordedEngine(engine, sample, self.tokenizer, address)
+            # Before the call, because the function may change the sample that it gets.
             fresh = Sample(prompt_row=sample.row, tokens=list(sample.row.token_ids))
             try:
                 returned = await self._call(sample.expand(), recorded, dict(params), evaluation)
@@ -92,6 +93,7 @@ class GenerateFunction:
         keywords = {name: offered[name] for name in accepted(self.function, tuple(offered))}
 
         async def call() -> Any:
+            # A task has a copy of the context, so simultaneous calls do not see this engine.
             current_engine.set(engine)
             with calling(self.function):
                 returned = self.function(self.args, sample, params, **keywords)
@@ -101,6 +103,7 @@ class GenerateFunction:
 
         task = asyncio.create_task(call())
         try:
+            # Not wait_for, which waits without a limit if a function ignores its cancellation.
             await asyncio.wait({task}, timeout=self.config.generate_timeout)
         finally:
             # Also if the rollout is cancelled.
@@ -432,6 +435,7 @@ def retokenized_message(groups: Sequence[Sequence[Sample]]) -> str | None:
 
 def make_failed(sample: Sample, reason: str, message: str, version: int = 0) -> None:
     """Turns a prompt into a failed sample: one response token, which is not trained on."""
+    # Training needs a response; its token is masked, so any id of the vocabulary will do.
     sample.tokens = [*sample.tokens, sample.tokens[-1]]
     sample.response_length = 1
     sample.loss_mask = [0]
@@ -452,7 +456,10 @@ def _log_probs(values: Sequence[float | None] | None, mask: Sequence[int]) -> li
     for index, (value, is_trained) in enumerate(zip(values, mask, strict=True)):
         log_prob = 0.0
         if is_trained:
-            log_prob = math.nan if value is None else value
+            log_prob = math.nan
+            if value is not None:
+                log_prob = value
+        # A comparison with NaN is false, so NaN is refused, too.
         if not -math.inf < log_prob <= MAX_LOG_PROB:
             raise NoSample(
                 "rollout_log_probs",
@@ -487,7 +494,9 @@ def _status(status: SampleStatus, requests: Sequence[Sampled]) -> SampleStatus:
     # `is_trained` is set only for the response of an earlier rollout, which is no request.
     reasons = [one.generation.finish_reason for one in requests if one.is_trained is None]
     if not reasons:
-        return SampleStatus.COMPLETED if status is SampleStatus.PENDING else status
+        if status is SampleStatus.PENDING:
+            return SampleStatus.COMPLETED
+        return status
     is_unchanged = status in (SampleStatus.PENDING, SampleStatus.ABORTED)
     if is_unchanged or reasons[-1] == "abort":
         return STATUS[reasons[-1]]

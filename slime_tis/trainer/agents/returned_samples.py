@@ -47,6 +47,7 @@ def _json_label(label: Any) -> Any:
 def _json_prompt(prompt: Any) -> Any:
     """Returns messages as JSON values, and any other prompt as text."""
     if isinstance(prompt, list):
+        # Through JSON and back: a message may be an object of the user's library.
         return json.loads(json.dumps(prompt, default=str))
     return str(prompt)
 
@@ -130,6 +131,7 @@ def read_samples(returned: Any) -> list[ReturnedSample]:
 
 
 def _read_sample(sample: Sample) -> ReturnedSample:
+    """Returns the fields of one sample; raises NoSample if a field has another type."""
     try:
         return ReturnedSample.model_validate(sample)
     except ValidationError as error:

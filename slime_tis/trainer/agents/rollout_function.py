@@ -55,8 +55,12 @@ class PromptSource:
             prompts = self._dataset.next_batch(num_samples)
         groups: Groups = []
         for prompt in prompts:
-            tokens = () if prompt is None else prompt.token_ids
-            group = [Sample(prompt_row=prompt, tokens=list(tokens)) for _ in range(self._n_samples)]
+            tokens: tuple[int, ...] = ()
+            if prompt is not None:
+                tokens = prompt.token_ids
+            group = []
+            for _ in range(self._n_samples):
+                group.append(Sample(prompt_row=prompt, tokens=list(tokens)))
             groups.append(group)
         return groups
 
@@ -128,7 +132,9 @@ class CustomRollout:
         for index, group in enumerate(returned):
             samples: list[Sample] = []
             for item in group:
-                segments = item if isinstance(item, list) else [item]
+                segments = [item]
+                if isinstance(item, list):
+                    segments = item
                 samples += map(self._checked, segments)
             rollouts = by_rollout(samples)
             if len(rollouts) != n_samples:
@@ -149,6 +155,7 @@ class CustomRollout:
         name = describe(self.checks.function)
         if not isinstance(sample, Sample):
             raise CustomFunctionError(f"{name} returned {quoted(sample)}; return samples.")
+        # Without a mask, every response token is trained on.
         if sample.rollout_log_probs is None and any(sample.loss_mask or [1]):
             raise CustomFunctionError(
                 f"{name} returned a sample without rollout_log_probs; give 0.0 for observations."

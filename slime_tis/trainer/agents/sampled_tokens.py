@@ -64,6 +64,7 @@ def provenance(
     agreements: list[tuple[int, int]] = []
     for number, sampled in enumerate(requests):
         end = common_prefix(tokens, sampled.token_ids)
+        # If the inputs differ already, the answer was sampled after other tokens.
         if end >= len(sampled.input_ids):
             agreements.append((end, number))
     request = [-1] * response_length
@@ -98,7 +99,9 @@ def first_difference(tokens: Sequence[int], requests: Sequence[Sampled]) -> tupl
         end = common_prefix(tokens, engine_ids)
         if end > position:
             position = end
-            token = engine_ids[end] if end < len(engine_ids) else None
+            token = None
+            if end < len(engine_ids):
+                token = engine_ids[end]
     return position, token
 
 
@@ -148,6 +151,7 @@ def _filled(values: Sequence[Value | None]) -> list[Value]:
 
 
 def _sampling_mask(origin: Provenance, generations: Sequence[Generation]) -> SamplingMask:
+    """Returns the candidates at each response token, from the request that sampled it."""
     masks = [generation.candidates for generation in generations]
     starts = list(accumulate(map(len, masks), initial=0))
     # Tokens that were not sampled have the number -1 and the offset 0: the last row.

@@ -152,6 +152,7 @@ async def get(url: str) -> Any:
 
 
 async def _request(method: str, url: str, retries: int, **options: Any) -> Any:
+    """Returns the JSON answer to a request, which is repeated after an error."""
     async with httpx.AsyncClient(timeout=TIMEOUT) as client:
         while True:
             try:
@@ -166,6 +167,7 @@ async def _request(method: str, url: str, retries: int, **options: Any) -> Any:
 async def _answer(
     client: httpx.AsyncClient, method: str, url: str, options: Mapping[str, Any]
 ) -> Any:
+    """Returns the JSON answer to one request; raises httpx.HTTPError."""
     headers = {**(options.get("headers") or {}), **PLAIN}
     async with client.stream(method, url, **{**options, "headers": headers}) as response:
         response.raise_for_status()

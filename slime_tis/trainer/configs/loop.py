@@ -66,19 +66,27 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        saved = self.save_debug_rollout_data
-        trained = self.save_debug_train_data
         if self.num_rollout is None and self.num_epoch is None:
             raise ValueError(
                 "--num-rollout is unset and so is --num-epoch; add one of them to bound the run."
             )
         if self.num_rollout is not None and self.num_epoch is not None:
             raise ValueError("--num-rollout and --num-epoch are both given; remove one of the two.")
+        self._check_saved_files()
+        _check_pattern("--load-debug-rollout-data", self.load_debug_rollout_data, ("rollout_id",))
+        if self.debug_rollout_only:
+            self._check_without_training()
+
+    def _check_saved_files(self) -> None:
+        """Refuses names under which one dump would overwrite another."""
+        saved = self.save_debug_rollout_data
+        trained = self.save_debug_train_data
         for name, pattern, fields in (
             ("--save-debug-rollout-data", saved, ("rollout_id",)),
             ("--save-debug-train-data", trained, ("rollout_id", "rank")),
         ):
             _check_pattern(name, pattern, fields)
+            # num_rollout is None if num_epoch bounds the run, which may be several rollouts.
             if pattern is None or self.num_rollout == 1:
                 continue
             first = pattern.format(rollout_id=0, rank=0)
@@ -92,27 +100,25 @@ class LoopConfig:
             raise ValueError(
                 f"--save-debug-train-data and --save-debug-rollout-data are both {quoted(trained)}."
             )
-        loaded = self.load_debug_rollout_data
-        _check_pattern("--load-debug-rollout-data", loaded, ("rollout_id",))
-        for name, pattern in (
-            ("--load-debug-rollout-data", loaded),
-            ("--save-debug-train-data", trained),
+
+    def _check_without_training(self) -> None:
+        """Refuses options of training beside --debug-rollout-only."""
+        for name in (
+            "load_debug_rollout_data",
+            "save_debug_train_data",
+            "ci_train_rollout_logprob_abs_diff_threshold",
         ):
-            if self.debug_rollout_only and pattern is not None:
+            if getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name} has no effect with --debug-rollout-only, which does not train; remove"
-                    " one."
+                    f"{flag(name)} has no effect with --debug-rollout-only, which does not train;"
+                    " remove one."
                 )
-        if self.debug_rollout_only and self.ci_train_rollout_logprob_abs_diff_threshold is not None:
-            raise ValueError(
-                "--ci-train-rollout-logprob-abs-diff-threshold has no effect with"
-                " --debug-rollout-only, which does not train; remove one."
-            )
 
     def with_dump_patterns(self) -> "LoopConfig":
         """Returns the options with the files of dump_details."""
         if self.dump_details is None:
             return self
+        # The directory's own braces are text, not fields.
         directory = self.dump_details.replace("{", "{{").replace("}", "}}")
         patterns: dict[str, str] = {}
         if self.load_debug_rollout_data is None:  # loaded samples are not saved again
@@ -124,6 +130,7 @@ class LoopConfig:
         files: dict[str, Any] = {}
         for name, pattern in patterns.items():
             files[name] = getattr(self, name) or pattern
+        # If all files are given, no pattern is left in them.
         if not files.items() & patterns.items():
             raise ValueError(
                 "--dump-details has no effect: the files of all dumps are given; remove it."
@@ -138,6 +145,7 @@ def _check_pattern(label: str, pattern: str | None, names: tuple[str, ...]) -> N
         parsed = [field[1:] for field in string.Formatter().parse(pattern or "")]
         fields = [field for field in parsed if field[0] is not None]
     except ValueError:
+        # A field that no option allows, so that the message below follows.
         fields = [("unbalanced braces", "", None)]
     plain_fields = [(name, "", None) for name in names]
     if any(field not in plain_fields for field in fields):

@@ -199,10 +199,8 @@ class MegatronConfig:
                 "--micro-batch-size and --use-dynamic-batch-size are both given; remove one of the"
                 " two."
             )
-        if self.recompute_granularity == "full" and None in (
-            self.recompute_method,
-            self.recompute_num_layers,
-        ):
+        recompute_options = (self.recompute_method, self.recompute_num_layers)
+        if self.recompute_granularity == "full" and None in recompute_options:
             raise ValueError(
                 "--recompute-granularity full needs --recompute-method and --recompute-num-layers."
             )
@@ -231,6 +229,7 @@ class MegatronConfig:
             for pattern in getattr(self, name) or ():
                 try:
                     re.compile(pattern)
+                # Nested groups raise RecursionError, and huge repeat counts raise OverflowError.
                 except (re.error, RecursionError, OverflowError) as error:
                     raise ValueError(
                         f"{flag(name)} has {quoted(pattern)}, which is no regular expression:"
@@ -335,8 +334,11 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     def number(name: str, default: str | None, low: int = 0, high: int = 10**9 - 1) -> int:
         text = environ.get(name, default)
         if text is None:
+            # Only MASTER_PORT has no default, and it is read after RANK.
             raise ValueError(f"RANK is {rank} but {name} is unset; {LAUNCH}.")
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
+        # isdigit accepts characters such as ², and int() refuses more than 4,300 digits.
+        is_number = text.isascii() and text.isdigit() and len(text) < 10
+        if not (is_number and low <= int(text) <= high):
             raise ValueError(
                 f"{name} is {text[:80]!r} but must be an integer from {low} to {high}; {LAUNCH}."
             )

@@ -60,6 +60,7 @@ BOXED = "boxed_"
 """Prefix of a name: scores the content of the response's last \\boxed{}."""
 
 
+# Type checkers take no computed Literal; at run time it lists the choices of the flag.
 if TYPE_CHECKING:
     EngineName = str
 else:
@@ -289,6 +290,7 @@ class RolloutConfig:
             raise ValueError("--prompt-data is unset but required; add --prompt-data FILE.")
         if self.rollout_stop is not None and "" in self.rollout_stop:
             raise ValueError("--rollout-stop has an empty text; give one character or more.")
+        # Parsed only for its errors, which are then reported before anything is built.
         _ = self.chat_template_options
         _check_evaluation(self)
         _check_partial_rollout(self)
@@ -332,6 +334,7 @@ class RolloutConfig:
     @cached_property
     def eval_sets(self) -> tuple[EvalSet, ...]:
         """The held-out prompt sets, empty without evaluation."""
+        # cached_property writes into __dict__, which a frozen dataclass permits.
         # Cached, because the user may edit the file while the run trains.
         if self.eval_config is not None:
             return read_eval_config(self.eval_config)
@@ -345,6 +348,7 @@ class RolloutConfig:
 
 
 def _check_reward(config: RolloutConfig) -> None:
+    """Refuses rewards that exclude each other, and names or keys that do not exist."""
     name = config.rm_type
     weights: dict[str, float] = {}
     if config.reward_weights:
@@ -369,8 +373,10 @@ def _check_reward(config: RolloutConfig) -> None:
 def _check_reward_keys(config: RolloutConfig, name: str, weighted: list[str]) -> None:
     keys = RM_TYPES[base_name(name)]
     gives = f"--rm-type {name} gives {' and '.join(keys) or 'a number'}"
-    named = [("--reward-key", config.reward_key), ("--eval-reward-key", config.eval_reward_key)]
-    for flag, key in [*named, *(("--reward-weights", key) for key in weighted)]:
+    given = [("--reward-key", config.reward_key), ("--eval-reward-key", config.eval_reward_key)]
+    for key in weighted:
+        given.append(("--reward-weights", key))
+    for flag, key in given:
         if key is not None and key not in keys:
             raise ValueError(f"{flag} is {key!r} but {gives}; change or remove it.")
     if keys and config.reward_key is None and not weighted:
@@ -398,12 +404,18 @@ def _check_evaluation(config: RolloutConfig) -> None:
             f"--eval-prompt-data has {count} values, but needs one PATH or NAME PATH pairs."
         )
     _check_greedy_sets(config)
+    _check_set_names(config)
+
+
+def _check_set_names(config: RolloutConfig) -> None:
+    """Refuses held-out sets whose metrics would have the same name."""
     names = [name for name, _ in config.eval_prompt_sets]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]}; give each name once."
-        )
-    source = "--eval-prompt-data" if config.eval_config is None else "--eval-config"
+        listed = quoted(", ".join(names))[1:-1]  # escaped, but without the quotes
+        raise ValueError(f"--eval-prompt-data names {listed}; give each name once.")
+    source = "--eval-config"
+    if config.eval_config is None:
+        source = "--eval-prompt-data"
     for name, other in permutations(names, 2):
         # The metrics of a set are eval/NAME, eval/NAME/KEY and eval/NAME-pass@K.
         if other.startswith(name) and SET_METRIC.fullmatch(other.removeprefix(name)):
@@ -501,11 +513,12 @@ def parse_weights(text: str) -> dict[str, float]:
     """Returns the weights of --reward-weights by key."""
     weights: dict[str, float] = {}
     for part in text.split(","):
+        # At the last equals sign, because a key may contain some.
         name, equals, number = (word.strip() for word in part.rpartition("="))
         try:
             weight = float(number)
         except ValueError:
-            weight = math.nan
+            weight = math.nan  # refused below
         if not name or not equals or not math.isfinite(weight) or name in weights:
             raise ValueError(
                 f"--reward-weights is {quoted(text)} but must be KEY=WEIGHT,KEY=WEIGHT with finite"

@@ -37,7 +37,7 @@ SERVER_ENGINES = {
                 "put the key into the environment variable that --sglang-admin-api-key-env names"
             ),
             "model-path": "servers get the --hf-checkpoint",
-            "host": "servers listen on this machine alone",
+            "host": "servers listen only on this machine",
             "port": "choose the first of the ports with --sglang-base-port",
         },
     ),
@@ -50,7 +50,7 @@ SERVER_ENGINES = {
         own_flags={
             "api-key": "put the key into the environment variable that --vllm-api-key-env names",
             "model": "servers get the --hf-checkpoint",
-            "host": "servers listen on this machine alone",
+            "host": "servers listen only on this machine",
             "port": "choose the first of the ports with --vllm-base-port",
             "logprobs-mode": "training needs processed log-probs",
             "enable-scale-out": "servers get it always",

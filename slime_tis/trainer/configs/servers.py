@@ -37,6 +37,7 @@ WEIGHT_TRANSPORTS = {
     "disk": "slime_tis.trainer.engines.servers.weights.disk:DiskSync",
 }
 """Classes by value of --ENGINE-weight-sync; they implement `weights.protocol.WeightSync`."""
+# Type checkers take no computed Literal; at run time it lists the choices of the flag.
 if TYPE_CHECKING:
     WeightTransport = str
 else:
@@ -255,8 +256,10 @@ def shown_url(url: str) -> str:
 
 
 def _sources(config: ServerConfig) -> dict[str, object]:
+    """Returns the flags that name servers, with the values to show in messages."""
+    urls = [shown_url(url) for url in config.url or ()]
     named = {
-        config.flag("url"): " ".join(shown_url(url) for url in config.url or ()) or None,
+        config.flag("url"): " ".join(urls) or None,
         config.flag("router_ip"): config.router_ip,
         config.flag("launch"): config.launch,
     }
@@ -273,9 +276,9 @@ def _check_sources(config: ServerConfig) -> None:
             )
         if len(urlsplit(url).hostname or "") > MAX_HOST:
             raise ValueError(f"{url_flag} has a host name with more than {MAX_HOST} characters.")
-    named = " and ".join(f"{source} is {value}" for source, value in _sources(config).items())
-    if " and " in named:
-        raise ValueError(f"{named}; servers come from one source; keep one of them.")
+    named = [f"{source} is {value}" for source, value in _sources(config).items()]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)}; servers come from one source; keep one of them.")
     ip = config.router_ip
     port = config.router_port
     if (ip is None) != (port is None):
@@ -285,6 +288,7 @@ def _check_sources(config: ServerConfig) -> None:
         )
     if ip is None:
         return
+    # A port, a path or a user name in the address would become another part of the URL.
     is_host = split_url(f"http://{bracketed(ip)}") == SplitResult("http", bracketed(ip), "", "", "")
     if not is_host or len(ip) > MAX_HOST or any(character.isspace() for character in ip):
         raise ValueError(
@@ -314,6 +318,7 @@ def check_server_args(engine: str, args: Sequence[str]) -> None:
             )
         _check_variable(given, name, one.values)
         for own, instead in own_flags.items():
+            # argparse accepts any unique beginning of a flag's name.
             if own.startswith(one.name[2:]) and len(one.name) > 3:
                 raise ValueError(f"{given}, which the run sets itself; {instead}.")
 

@@ -54,6 +54,7 @@ class CustomDataSource:
         self._tokenizer = tokenizer
         self._sizes = sizes
         self._class = load_user_function(OPTION, path)
+        # None on all ranks but 0, which calls the user's object for all.
         self.source: Any = None
         self._taken = 0
         # prompts since the last state, and prompts of a checkpoint that a resumed run repeats
@@ -131,6 +132,7 @@ class CustomDataSource:
 
     def _since(self, state: Mapping[str, Any]) -> list[Prompt]:
         count = self._taken - int(state[TAKEN])
+        # Not [-count:], which is the complete list if count is 0.
         return self._handed_out[len(self._handed_out) - count :]
 
     def _get(self, size: int, first: int) -> list[Prompt]:
@@ -152,6 +154,7 @@ class CustomDataSource:
 
     def _warn_about_bos(self, groups: list[list[Any]], prompts: list[Prompt]) -> None:
         contents = [group[0].prompt for group in groups]
+        # A source may mix texts with messages, and only messages go through the chat template.
         for is_rendered in (False, True):
             chosen_prompts = []
             chosen_contents = []

@@ -123,7 +123,9 @@ def _digest(prompts: Sequence[Prompt]) -> str:
     """Returns a hash of the token ids of all prompts, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes() + b"|")
+        ids = np.asarray(prompt.token_ids, dtype=np.int64)
+        # The separator makes prompts [1, 2], [3] differ from prompts [1], [2, 3].
+        digest.update(ids.tobytes() + b"|")
     return digest.hexdigest()
 
 
@@ -180,15 +182,16 @@ def load_prompts(  # noqa: PLR0913 - one keyword for each option of a prompt fil
             "--apply-chat-template is set, but the tokenizer has no chat template; remove it."
         )
     tools = []
-    for location, row in rows:
-        tools.append(_tools(row, location, tool_key, is_needed=apply_chat_template))
     texts = []
-    for (location, row), row_tools in zip(rows, tools, strict=True):
+    for location, row in rows:
+        row_tools = _tools(row, location, tool_key, is_needed=apply_chat_template)
         value = _value(row, input_key, location)
         if apply_chat_template:
-            texts.append(_rendered(value, location, tokenizer, row_tools, template_options))
+            text = _rendered(value, location, tokenizer, row_tools, template_options)
         else:
-            texts.append(_text(value, location))
+            text = _text(value, location)
+        tools.append(row_tools)
+        texts.append(text)
 
     indices = _indices_to_tokenize(rows, texts, max_prompt_len, sizes)
     # One call for all texts: fast tokenizers then use all cores.
@@ -210,7 +213,8 @@ def load_prompts(  # noqa: PLR0913 - one keyword for each option of a prompt fil
         prompts = _short_prompts(prompts, max_prompt_len, path, num_rows=len(rows))
     if sizes is not None:
         for prompt in prompts:
-            check_fits(prompt, rows[prompt.index][0], sizes)
+            location, _ = rows[prompt.index]
+            check_fits(prompt, location, sizes)
     contents = [rows[prompt.index][1][input_key] for prompt in prompts]
     warnings = bos_warnings(
         prompts, contents, tokenizer, str(path), is_rendered=apply_chat_template
@@ -393,11 +397,14 @@ def check_fits(prompt: Prompt, location: str, sizes: ModelSizes) -> None:
     length = len(prompt.token_ids)
     if sizes.context_len is not None and length >= sizes.context_len:
         raise ValueError(_does_not_fit(location, f"{length} tokens", sizes.context_len))
+    # Token ids of a user's data source may be negative.
     smallest = min(prompt.token_ids, default=0)
     largest = max(prompt.token_ids, default=0)
     last_id = (sizes.vocab_size or math.inf) - 1
     if smallest < 0 or largest > last_id:
-        wrong_id = smallest if smallest < 0 else largest
+        wrong_id = largest
+        if smallest < 0:
+            wrong_id = smallest
         raise ValueError(
             f"{location} has a prompt with token {wrong_id}, but the model's"
             f" vocabulary ends at {last_id}; the tokenizer of --hf-checkpoint is of another model."
@@ -415,7 +422,8 @@ def _value(row: dict[str, Any], key: str, location: str) -> Any:
     """Returns a column of a row; the message about a missing one lists the row's keys."""
     if key in row:
         return row[key]
-    keys = ", ".join(map(quoted, list(row)[:MAX_LISTED_KEYS])) or "none"
+    listed = [quoted(name) for name in list(row)[:MAX_LISTED_KEYS]]
+    keys = ", ".join(listed) or "none"
     if len(row) > MAX_LISTED_KEYS:
         keys += ", …"
     raise ValueError(f"{location} has no key {key!r}; its keys are {keys}.")
@@ -485,6 +493,7 @@ def _tools(
         return None
     value = row.get(key)
     if isinstance(value, str):
+        # The JSON parser raises RecursionError for deeply nested text.
         with suppress(ValueError, RecursionError):  # refused below
             value = json.loads(value)
     if value is None:
@@ -521,6 +530,7 @@ def _label(location: str, row: dict[str, Any], label_key: str | None) -> Any:
     try:
         text = value
         if not isinstance(value, str):
+            # Escaped text would hide half of a surrogate pair from the check below.
             text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # bytes and dates of parquet
         raise ValueError(
@@ -552,9 +562,9 @@ def _metadata(
         raise ValueError(f"{location} has {metadata_key!r} that is not a mapping.")
     omitted_keys = (*used_keys, metadata_key)
     others = {key: value for key, value in row.items() if key not in omitted_keys}
-    metadata = json_object(others, location) | json_object(
-        mapping or {}, f"{location}, {metadata_key!r}"
-    )
+    metadata = json_object(others, location)
+    # The mapping is more specific than the columns, so its values replace theirs.
+    metadata |= json_object(mapping or {}, f"{location}, {metadata_key!r}")
     if tools is not None:
         metadata["tools"] = tools
     return metadata

@@ -65,10 +65,12 @@ class Numbers(array):  # type: ignore[type-arg]  # Python 3.11 has no array[Any]
         return super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
+        # Without this, Python would use array's comparison, which no list equals.
         return not self == other
 
     __hash__ = None
 
+    # As list.copy does, it returns a list; copy.copy keeps the compact form.
     copy = array.tolist
 
     def __copy__(self) -> Numbers:
@@ -145,7 +147,9 @@ class SamplingMask:
         """Returns the sets at the given positions [int64], in that order."""
         starts = self.lengths.cumsum(0) - self.lengths
         lengths = self.lengths[positions]
-        shift = starts[positions] - (lengths.cumsum(0) - lengths)
+        # A set moves as one block, from its start here to its start in the new mask.
+        new_starts = lengths.cumsum(0) - lengths
+        shift = starts[positions] - new_starts
         index_M = torch.arange(int(lengths.sum()), device=lengths.device)
         index_M = index_M + shift.repeat_interleave(lengths)
         return SamplingMask(self.token_ids[index_M], lengths)
@@ -335,6 +339,7 @@ class Sample:
     @property
     def prompt_ids(self) -> Ints:
         """Tokens before the response."""
+        # A slice with -response_length would be empty for an empty response.
         return self.tokens[: len(self.tokens) - self.response_length]
 
     @property
@@ -458,10 +463,12 @@ class Sample:
             mask = [1] * before
         earlier = self.rollout_log_probs
         if earlier is None:
+            # NaN counts as missing; for untrained tokens, any number is ignored.
             earlier = [math.nan if is_trained else 0.0 for is_trained in mask]
+        added_mask = [int(trainable)] * len(ids)
         self.tokens = [*self.tokens, *ids]
         self.response_length += len(ids)
-        self.loss_mask = [*mask, *[int(trainable)] * len(ids)]
+        self.loss_mask = [*mask, *added_mask]
         self.rollout_log_probs = [*earlier, *values]
         # If a function did not keep one version per token, the trainer fills them in later, from
         # the tokens that its engine sampled.
@@ -524,7 +531,8 @@ def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> lis
     if spans:
         versions = []
         for span in spans:
-            versions += [_version_number(span["version"])] * (span["end"] - span["start"])
+            length = span["end"] - span["start"]
+            versions += [_version_number(span["version"])] * length
         return versions
     if "weight_version" in meta:
         name = meta["weight_version"]
@@ -539,7 +547,9 @@ def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> lis
 
 def _version_number(name: Any) -> int:
     """Returns a server's version as a number; 0 for a name such as SGLang's `default`."""
-    return int(name) if str(name).isdecimal() else 0
+    if str(name).isdecimal():
+        return int(name)
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,7 @@ def load_samples(
         if sizes is not None:
             _check_fits(sample, place, sizes)
         groups.setdefault(sample.group_index, []).append(sample)
+    # A rollout that a generate function split into segments counts once.
     counts = sorted({len(by_rollout(group)) for group in groups.values()})
     if len(groups) != prompts or counts != [n_samples]:
         raise ValueError(
@@ -136,7 +137,9 @@ def load_samples(
 
 def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
     reward = sample.reward
-    if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= MAX_REWARD):
+    # NaN fails this comparison, too.
+    is_valid = reward is None or (isinstance(reward, int | float) and abs(reward) <= MAX_REWARD)
+    if not is_valid:
         raise ValueError(
             f"{place} has the reward {quoted(reward)}; give a number of at most {MAX_REWARD:g}."
         )
@@ -264,6 +267,8 @@ def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
         )
     data = base64.b64decode(row["base64"], validate=True)
     values = np.frombuffer(data, np.dtype(row["dtype"]).newbyteorder("<"))
+    # astype copies to the machine's byte order; memory of frombuffer would be read-only, and torch
+    # takes no foreign byte order.
     return torch.from_numpy(values.astype(row["dtype"]).reshape(row["shape"]))
 
 

@@ -40,6 +40,7 @@ def _json_value(value: Any, place: str, depth: int) -> Any:
         raise ValueError(f"{place} nests deeper than {DEEPEST} levels.")
     if value is None or isinstance(value, bool | str):
         return value
+    # numpy's scalars are registered as these numbers; json cannot write most of them.
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
@@ -76,6 +77,7 @@ def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:
 
 @cache
 def _adapter(option: str) -> TypeAdapter[Any]:
+    # Cached, because pydantic compiles a validator, which takes longer than its use.
     return TypeAdapter(
         USER_FUNCTIONS[option].returns, config=ConfigDict(arbitrary_types_allowed=True)
     )
@@ -122,9 +124,12 @@ class SampleEdits:
         new_mask = [int(value) for value in mask]  # True and 1.0 are allowed, too
         sample.loss_mask = new_mask
         sample.compact()
+        edited_mask = None
+        if new_mask != old_mask:
+            edited_mask = new_mask
         return cls(
             metadata=new_metadata,
-            loss_mask=None if new_mask == old_mask else new_mask,
+            loss_mask=edited_mask,
             remove_sample=bool(sample.remove_sample),
         )
 
@@ -138,6 +143,7 @@ class SampleEdits:
 
 
 def _fixed(sample: Sample) -> tuple[Any, ...]:
+    """Returns copies of the fields that a user function may not change."""
     return (
         list(sample.tokens),
         list(sample.rollout_log_probs),

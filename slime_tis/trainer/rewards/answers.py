@@ -37,7 +37,7 @@ def same_answer(answer: str, expected: str) -> bool:
         return True
     if max(len(answer), len(expected)) > MAX_LENGTH or not plain_answer or not plain_expected:
         return False
-    # math-verify would read a word as a product of letters
+    # math-verify would read a word as a product of letters.
     if WORDS.fullmatch(plain_answer) or WORDS.fullmatch(plain_expected):
         return False
     return same_expression(answer, expected, as_number=expected_number is not None)
@@ -84,7 +84,9 @@ def last_boxed(text: str) -> str | None:
 def last_number(text: str) -> str:
     """Returns the last number in a text; an empty string if there is no number."""
     numbers: list[str] = NUMBER.findall(LATEX_FRACTION.sub(r" \1/\2", text))
-    return numbers[-1] if numbers else ""
+    if not numbers:
+        return ""
+    return numbers[-1]
 
 
 def number_of(text: str) -> Fraction | None:
@@ -93,10 +95,13 @@ def number_of(text: str) -> Fraction | None:
     Numbers are 1,234.5, 3/4, \frac{3}{4}, 1\frac{1}{2}, $12 and 12% (which is 12). `12 apples` is
     not a number.
     """
+    # The cut keeps the numbers below the 4,300 digits that int() takes.
     mixed = MIXED_NUMBER.fullmatch(text[:MAX_LENGTH])
     if mixed and int(mixed[4]):
         sign = Fraction(f"{mixed[1]}1")
-        return sign * (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4])))
+        fraction = Fraction(int(mixed[3]), int(mixed[4]))
+        # The sign is for both parts: -1\frac{1}{2} is -1.5, not -0.5.
+        return sign * (int(mixed[2]) + fraction)
     text = LATEX_FRACTION.sub(r"\1/\2", text).replace("\\", "")
     text = text.lstrip(" \n\t$").rstrip(" \n\t$%.")
     if not NUMBER.fullmatch(text):
@@ -109,4 +114,6 @@ def number_of(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    return "".join(TEXT_COMMAND.sub(r"\1", text).split()).lower()
+    """Returns a text in lower case, without white space and LaTeX's commands for text."""
+    words = TEXT_COMMAND.sub(r"\1", text).split()
+    return "".join(words).lower()

@@ -93,7 +93,10 @@ def dapo(response: str, label: str) -> dict[str, float]:
     if expected is None:
         expected = label
     is_correct = answer is not None and same_answer(answer, expected)
-    return {"score": 1.0 if is_correct else -1.0, "acc": float(is_correct)}
+    score = -1.0
+    if is_correct:
+        score = 1.0
+    return {"score": score, "acc": float(is_correct)}
 
 
 def dapo_answer(response: str) -> str | None:
@@ -107,7 +110,9 @@ def dapo_answer(response: str) -> str | None:
         return None
     answer: str = answers[-1].strip(" *")
     boxed = last_boxed(answer)
-    return answer.strip(" $.") if boxed is None else boxed
+    if boxed is None:
+        return answer.strip(" $.")
+    return boxed
 
 
 def token_f1(response: str, label: str) -> float:
@@ -136,13 +141,7 @@ def gpqa(response: str, label: str, metadata: Mapping[str, Any]) -> float:
     is the last capital letter that is a separate word and an option. If no option is chosen, the
     response must contain the text of the right option.
     """
-    choices = metadata.get("choices") or ()
-    if isinstance(choices, Mapping):
-        choices = choices.values()
-    choices = [str(choice) for choice in choices]
-    letters = [str(letter).upper() for letter in metadata.get("valid_letters") or ()]
-    letters = letters or list(string.ascii_uppercase[: len(choices)] or LETTERS)
-    texts = dict(zip(letters, choices, strict=False))
+    letters, texts = _options(metadata)
     right = str(metadata.get("correct_letter") or label).strip().upper()
     if right not in letters:
         right = _letter_of(label, texts)
@@ -150,6 +149,7 @@ def gpqa(response: str, label: str, metadata: Mapping[str, Any]) -> float:
     chosen = _chosen_letter(conclusion, letters)
     if chosen and right:
         return float(chosen == right)
+    # With spaces on both sides, so that the option `10` is not found in `100`.
     plain_conclusion = f" {_plain(conclusion)} "
     for text in (texts.get(right, ""), label):
         target = _plain(text)
@@ -164,6 +164,7 @@ def random_reward(sample: Sample) -> float:
     It depends only on the indices and tokens of the sample, so that a resumed run draws the same.
     """
     key = (sample.prompt_index, sample.group_index, sample.index, sample.response_ids)
+    # Not hash(), which differs from process to process.
     return float(zlib.crc32(repr(key).encode()) & 1)
 
 
@@ -252,14 +253,31 @@ def compute_score(
     else:
         answer = dapo_answer(solution_str)
         correct = dapo(solution_str, ground_truth)["acc"] == 1
-    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer}
+    score = -1.0
+    if correct:
+        score = 1.0
+    return {"score": score, "acc": correct, "pred": answer}
 
 
 def _label(sample: Sample) -> str:
+    """Returns a label as text; a number or a list as JSON."""
     assert sample.label is not None  # rewards.check_prompts requires labels
     if isinstance(sample.label, str):
         return sample.label
     return json.dumps(sample.label)
+
+
+def _options(metadata: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Returns the letters of a question's options, and the options' texts by letter."""
+    choices = metadata.get("choices") or ()
+    if isinstance(choices, Mapping):
+        choices = choices.values()
+    choices = [str(choice) for choice in choices]
+    letters = [str(letter).upper() for letter in metadata.get("valid_letters") or ()]
+    if not letters:
+        letters = list(string.ascii_uppercase[: len(choices)] or LETTERS)
+    # A row may have letters without texts, so the lists need not have the same length.
+    return letters, dict(zip(letters, choices, strict=False))
 
 
 def _letter_of(label: str, texts: Mapping[str, str]) -> str:
@@ -271,6 +289,8 @@ def _letter_of(label: str, texts: Mapping[str, str]) -> str:
 
 
 def _chosen_letter(text: str, letters: Sequence[str]) -> str:
+    """Returns the letter that a text chooses, or an empty string."""
+    # The last one counts, because a response may discuss other options before it decides.
     for pattern in CHOSEN:
         named: list[str] = pattern.findall(text)
         for letter in reversed(named):
@@ -283,9 +303,11 @@ def _chosen_letter(text: str, letters: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
+    """Returns the words and numbers of a text, in lower case and with single spaces."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
 def _words(text: str) -> list[str]:
+    """Returns the words of a text as SQuAD's metric compares them."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return ARTICLES.sub(" ", text).split()

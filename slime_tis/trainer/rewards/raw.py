@@ -14,6 +14,6 @@ def raw_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[list[float]
 
     It is a function for `--custom-reward-post-process-path`.
     """
-    # every sample has a reward here; `or` is only for the type, which allows None
+    # Every sample has a reward here; `or` is only for the type, which allows None.
     rewards = [float(sample.reward or 0.0) for sample in samples]
     return rewards, list(rewards)

@@ -62,6 +62,7 @@ class RewardServer:
         concurrency = self.config.rm_concurrency
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         turns = asyncio.Semaphore(concurrency)
+        # No timeout here: httpx bounds each read, and `_answer` bounds the complete request.
         async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as client:
 
             async def answer(request: dict[str, Any]) -> Any:
@@ -71,6 +72,7 @@ class RewardServer:
             return await results_of(map(answer, requests), check_interrupts)
 
     async def _answer(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
+        """Returns the answer to a request, which is repeated if the server is busy or fails."""
         timeout = self.config.rm_timeout
         max_retries = self.config.rm_max_retries
         for attempt in range(max_retries + 1):
@@ -83,7 +85,8 @@ class RewardServer:
                 reason = f"{type(error).__name__}: {error}"
             if attempt < max_retries:
                 pause = min(self.backoff * 2**attempt, MAX_PAUSE)
-                # random, so that the requests of a rollout do not return all at once
+                # Random, so that the requests of a rollout do not return all at once. Not from the
+                # seeded generator, whose numbers a run must reproduce.
                 pause *= 1 + random.SystemRandom().random()
                 logger.info("the reward server %s: %s; again in %.1f s.", self.url, reason, pause)
                 await asyncio.sleep(pause)
@@ -93,8 +96,10 @@ class RewardServer:
         )
 
     async def _attempt(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
+        """Returns the JSON answer to one request; raises Busy if a later request may succeed."""
         body = b""
         problem = ""
+        # Streamed, because a wrong URL may answer with a file of any size.
         async with client.stream("POST", self.url, json=request, headers=PLAIN) as response:
             if response.status_code >= 500 or response.status_code in BUSY:
                 raise Busy(f"HTTP status {response.status_code}")

@@ -70,7 +70,7 @@ class RewardKey:
         else:
             wanted = f"a number, or add {self.flag} to choose a number of a dict"
             value = _as_number(reward)
-        # not `>`: NaN must be refused, too
+        # Not `>`, because NaN must be refused, too.
         if not abs(value) <= MAX_REWARD:
             raise CustomFunctionError(
                 f"{function} returned {quoted(reward)} for prompt {index}; return {wanted}, finite"
@@ -98,18 +98,16 @@ def build_reward(
     A user function is called as `fn(args, sample)`, or, if its second parameter is named `samples`,
     as `fn(args, samples)` with all samples of one prompt.
     """
-    key = RewardKey(name=config.reward_key, flag="--reward-key")
-    if config.reward_weights is not None:
-        key = RewardKey(flag="--reward-weights", weights=parse_weights(config.reward_weights))
-    if evaluation and config.eval_reward_key is not None:
-        key = RewardKey(name=config.eval_reward_key, flag="--eval-reward-key")
+    key = _reward_key(config, evaluation=evaluation)
     if config.custom_rm_path is not None:
         function = load_user_function(OPTION, config.custom_rm_path)
         score_groups = _custom_reward(function, args, key, check_interrupts)
     elif config.rm_type is None:  # RolloutConfig requires a generate function then
         score_groups = _missing_rewards
     else:
-        server = None if config.rm_url is None else RewardServer(url=config.rm_url, config=config)
+        server = None
+        if config.rm_url is not None:
+            server = RewardServer(url=config.rm_url, config=config)
         score_groups = _builtin_reward(config.rm_type, key, check_interrupts, server)
 
     def score_within_budget(groups: Sequence[list[Sample]]) -> list[list[Score]]:
@@ -128,6 +126,15 @@ def build_reward(
         return [score.value for score in scores]
 
     return reward
+
+
+def _reward_key(config: RolloutConfig, *, evaluation: bool) -> RewardKey:
+    """Returns how the reward is taken from a dictionary, in training or in evaluation."""
+    if evaluation and config.eval_reward_key is not None:
+        return RewardKey(name=config.eval_reward_key, flag="--eval-reward-key")
+    if config.reward_weights is not None:
+        return RewardKey(flag="--reward-weights", weights=parse_weights(config.reward_weights))
+    return RewardKey(name=config.reward_key, flag="--reward-key")
 
 
 def assign_rewards(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -> None:
@@ -180,6 +187,7 @@ def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> Non
 
 
 def _rm_type(default: str, metadata: Mapping[str, Any]) -> Any:
+    """Returns the reward of a prompt: its metadata's, or else the run's."""
     return metadata.get("rm_type") or default
 
 
@@ -191,10 +199,14 @@ def _check_label(index: int, label: Any, name: str, flags: str) -> None:
 def _builtin_reward(
     default: str, key: RewardKey, check_interrupts: Callable[[], None], server: RewardServer | None
 ) -> ScoreGroups:
+    """Returns the function that scores groups with built-in rewards and the reward server."""
+
     def name_of(sample: Sample) -> str:
         return str(_rm_type(default, sample.metadata))
 
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
+        # All requests are sent together, before any sample is scored here. The answers have the
+        # order of the samples.
         requests = []
         for sample in chain(*groups):
             name = name_of(sample)
@@ -237,6 +249,7 @@ def _custom_reward(
     key: RewardKey,
     check_interrupts: Callable[[], None],
 ) -> ScoreGroups:
+    """Returns the function that scores groups with a user function."""
     try:
         takes_groups = list(inspect.signature(function).parameters)[1:2] == ["samples"]
     except (TypeError, ValueError):  # a function in C without a signature
@@ -276,6 +289,7 @@ def _custom_reward(
 
 
 def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
+    """Refuses samples without a reward, if only a user function could have set it."""
     if groups:
         raise CustomFunctionError(
             f"the user function gave a sample of prompt {groups[0][0].prompt_index} without a"
@@ -286,6 +300,7 @@ def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
 
 
 def _as_number(value: Any) -> float:
+    """Returns a reward as a number; NaN if it is none."""
     if isinstance(value, str | bytes | bytearray):  # float("1") would be a number
         return math.nan
     try:

@@ -132,8 +132,10 @@ def _is_comparable(text: str) -> bool:
         return False
     depth = 0
     for character in text:
-        depth += character in "([{"
-        depth -= character in ")]}"
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
         if depth > MAX_DEPTH:
             return False
     return True
@@ -141,6 +143,8 @@ def _is_comparable(text: str) -> bool:
 
 @lru_cache(maxsize=8192)
 def _compared(question: Question) -> bool:
+    """Asks the process; raises Unfinished if it gave no answer."""
+    # Not an argument: it would become part of the cache's key.
     budget = _budget.get()
     assert budget is not None
     seconds = budget.seconds
@@ -161,7 +165,7 @@ class _Worker:
 
     def ask(self, question: Question, seconds: float) -> bool | None:
         """Returns whether two expressions are equal, or None if the comparison did not end."""
-        # a forked child inherits its parent's pipes and must not use them
+        # A forked child inherits its parent's pipes and must not use them.
         if self._process is None or self._owner != os.getpid():
             self._start()
         assert self._process is not None and self._process.stdin is not None
@@ -182,13 +186,14 @@ class _Worker:
 
     def _start(self) -> None:
         self._owner = os.getpid()
+        # -I ignores PYTHONPATH and the script's directory; the process gets this one's path.
         arguments = [sys.executable, "-I", str(WORKER), json.dumps(sys.path), str(MEMORY)]
         self._process = subprocess.Popen(
             arguments,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Ctrl-C is for the run; the process ends with its standard input
+            # Ctrl-C is for the run; the process ends with its standard input.
             start_new_session=True,
         )
         if self._reply() != b"r":
@@ -210,6 +215,7 @@ class _Worker:
         process = self._process
         if process is None:
             return
+        # First, so that an interrupt below cannot leave a dead process in use.
         self._process = None
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the group: the process and its child

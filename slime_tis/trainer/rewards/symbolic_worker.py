@@ -66,8 +66,10 @@ def main() -> None:
         if child == 0:
             end_with(parent)
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+            # A crash in a C library must not leave a core dump of this size.
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             answer_lines(replies)
+            # Without exit handlers, which belong to the parent.
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status == 0:
@@ -88,11 +90,11 @@ def answer_lines(replies: IO[bytes]) -> None:
     # line of a later child.
     for line in sys.stdin.buffer:
         answer, expected, as_number, seconds = json.loads(line)
-        # the signal has no handler, so it ends this process
+        # The signal has no handler, so it ends this process.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             equal = same(answer, expected, as_number=as_number)
-        # parsers and sympy may raise anything, including RecursionError and MemoryError
+        # Parsers and sympy may raise anything, including RecursionError and MemoryError.
         except Exception:
             equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -107,7 +109,7 @@ def same(answer: str, expected: str, *, as_number: bool) -> bool:
     from math_verify import parse, verify
     from sympy import Eq, Number
 
-    # no timeouts of math-verify: they need signals, and the limits of this process replace them
+    # No timeouts of math-verify: they need signals, and the limits of this process replace them.
     parsed_answer = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     parsed_expected = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
     if not parsed_answer or not parsed_expected:

@@ -42,6 +42,7 @@ def check_reward_nonzero_std(
     Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", Yu et al.
     (https://arxiv.org/abs/2503.14476), section 3.2.
     """
+    # Every sample has a reward here; `or` is only for the type, which allows None.
     rewards = [float(sample.get_reward_value(args) or 0.0) for sample in samples]
     if len(rewards) > 1 and stdev(rewards) > 1e-6:
         return DynamicFilterOutput(keep=True)
@@ -84,14 +85,7 @@ def collect(
         return rollout
     reasons: Counter[str] = Counter()
     for number, batch in enumerate(batches, start=1):
-        # Every batch is numbered from 0; a rollout continues the numbers of its earlier batches.
-        earlier_groups = len(rollout.sampled)
-        earlier_samples = sum(map(len, rollout.sampled))
-        for sample in chain.from_iterable(batch):
-            sample.group_index = (sample.group_index or 0) + earlier_groups
-            sample.index = (sample.index or 0) + earlier_samples
-            if sample.rollout_id is not None:
-                sample.rollout_id += earlier_samples
+        _continue_numbers(batch, rollout.sampled)
         rollout.sampled += batch
         missing = size - len(rollout.groups)
         rollout.groups += accepted_groups(batch, judge(batch), missing, reasons)
@@ -105,6 +99,7 @@ def collect(
                 f" {dict(reasons.most_common(3))}); choose other prompts, raise"
                 " --dynamic-sampling-max-batches, or use a filter with keep_when_insufficient."
             )
+    # The last batch is sampled as one, so it may have more groups than are missing.
     del rollout.groups[size:]
     rewards = [sample.reward or 0.0 for sample in chain.from_iterable(rollout.sampled)]
     rollout.metrics = {
@@ -117,6 +112,18 @@ def collect(
     for reason, count in sorted(reasons.items()):
         rollout.metrics[f"{PREFIX}drop_{reason}"] = float(count)
     return rollout
+
+
+def _continue_numbers(batch: Groups, earlier: Groups) -> None:
+    """Numbers the groups and samples of a batch after those of the rollout's earlier batches."""
+    # Every batch is numbered from 0.
+    earlier_groups = len(earlier)
+    earlier_samples = sum(map(len, earlier))
+    for sample in chain.from_iterable(batch):
+        sample.group_index = (sample.group_index or 0) + earlier_groups
+        sample.index = (sample.index or 0) + earlier_samples
+        if sample.rollout_id is not None:
+            sample.rollout_id += earlier_samples
 
 
 def accepted_groups(
@@ -139,6 +146,7 @@ def accepted_groups(
         remaining -= 1
         if output.reason:
             reason = output.reason
+            # A reason may contain a number, and each reason is a column in every tracker.
             if reason not in reasons and len(reasons) >= MAX_REASONS:
                 reason = "other"
             reasons[reason] += 1

@@ -54,7 +54,9 @@ class RolloutHooks:
     @property
     def choose(self) -> Choose | None:
         """The buffer filter; None without one."""
-        return self._choose if BUFFER_FILTER in self.functions else None
+        if BUFFER_FILTER not in self.functions:
+            return None
+        return self._choose
 
     def _choose(self, groups: Sequence[list[Sample]], count: int) -> tuple[list[int], list[int]]:
         """Returns the indices of the chosen groups, and of the groups left in the buffer.
@@ -74,7 +76,9 @@ class RolloutHooks:
                 index = indices.get(id(group), -1)
                 if index not in chosen:
                     left.append(index)
-            if -1 in chosen or -1 in left or len(set(chosen)) < len(chosen) or len(chosen) > count:
+            is_foreign = -1 in chosen or -1 in left
+            has_duplicates = len(set(chosen)) < len(chosen)
+            if is_foreign or has_duplicates or len(chosen) > count:
                 raise CustomFunctionError(
                     f"{describe(function)} returned {len(returned)} groups; return at most"
                     f" num_samples, {count}, different lists of the buffer, and leave no other list"
@@ -87,9 +91,13 @@ class RolloutHooks:
     @property
     def judge(self) -> Callable[[Sequence[list[Sample]]], list[DynamicFilterOutput]] | None:
         """The dynamic sampling filter for the groups of a batch; None without one."""
-        return self._judge if DYNAMIC_FILTER in self.functions else None
+        if DYNAMIC_FILTER not in self.functions:
+            return None
+        return self._judge
 
     def _judge(self, groups: Sequence[list[Sample]]) -> list[DynamicFilterOutput]:
+        """Returns the filter's verdict of each group."""
+
         def call(function: Function) -> list[DynamicFilterOutput]:
             return [_verdict(function(self.args, list(group)), function) for group in groups]
 
@@ -115,6 +123,7 @@ class RolloutHooks:
         def call(function: Function) -> tuple[list[float], list[float]]:
             output = function(self.args, list(samples))
             raw, rewards = typed_value(REWARDS, function, output)
+            # NaN fails the comparison, too.
             are_valid = all(abs(value) <= MAX_REWARD for value in [*raw, *rewards])
             if not are_valid or not len(raw) == len(rewards) == len(samples):
                 raise CustomFunctionError(
@@ -153,6 +162,7 @@ class RolloutHooks:
         return self._log(EVAL_LOG, groups, rollout_id, self.args, data, None)
 
     def _log(self, option: str, groups: Sequence[list[Sample]], *arguments: object) -> bool:
+        """Calls a log function; returns whether the program must log the metrics too."""
         if option not in self.functions:
             return True
         return self._call(option, groups, lambda log: not log(*arguments))

@@ -80,6 +80,7 @@ class Prefetcher:
 
         Later batches stay in flight, but none beyond the batches that rollout `last` needs.
         """
+        # Near the end of the run, batches ahead would be sampled for nothing.
         while len(self._queue) <= min(self.depth, last - rollout_id):
             state = self._state()
             prompts = self.dataset.next_batch(self.prompts())
@@ -88,6 +89,7 @@ class Prefetcher:
             self.number += 1
         future = self._queue[0].future
         groups = future.result()
+        # After the result: if it raises, a checkpoint must still have the batch in flight.
         self._queue.popleft()
         if isinstance(future, FinishedBatch):
             # A checkpoint of the position before this rollout needs the samples as the engine made
@@ -108,6 +110,7 @@ class Prefetcher:
         else:
             state = self._state()
         if isinstance(self.dataset, CustomDataSource):
+            # The oldest state in flight bounds what a later checkpoint can ask for.
             self.dataset.forget_before(state)
         return state
 

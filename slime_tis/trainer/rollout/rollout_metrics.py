@@ -66,7 +66,7 @@ def episode_metrics(
     metrics = {"generate_failed": 1 - len(successful) / max(len(rollouts), 1)}
     reasons = Counter(rollout[0].failure for rollout in rollouts)
     for reason, count in reasons.items():
-        if reason:
+        if reason:  # None counts the successful calls
             metrics[f"generate_failed/{reason}"] = float(count)
 
     retokenized: list[int] = []

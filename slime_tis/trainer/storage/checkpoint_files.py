@@ -200,7 +200,9 @@ def prune(newest: Path, run: str, retain: int) -> None:
     """
     before = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
     own = [path for path in before if run_of(path) == run]
-    for old in own[: max(len(own) - (retain - 1), 0)]:
+    # `newest` is one of the checkpoints that remain.
+    superfluous = max(len(own) - (retain - 1), 0)
+    for old in own[:superfluous]:
         if _is_own(old, run):
             # Renamed first: a run that is killed meanwhile leaves nothing that looks complete.
             removed = old.with_name(f".{old.name}.removed")
@@ -309,7 +311,7 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
     Raises:
         ValueError: The file is damaged or lacks a field.
     """
-    # here, because the command line imports this module without pydantic, too
+    # Here, because the command line imports this module without pydantic, too.
     from pydantic import TypeAdapter, ValidationError
 
     path = checkpoint / TRAINER_STATE
@@ -364,4 +366,5 @@ def _is_own(checkpoint: Path, run: str) -> bool:
 
 
 def _remove(checkpoint: Path) -> None:
+    """Removes the files that a manifest lists, and the directory if it is then empty."""
     remove_files(checkpoint, [*read_manifest(checkpoint), MANIFEST])

@@ -32,10 +32,13 @@ def unwritable(path: str | Path) -> str | None:
         path = Path(path).absolute()
         for parent in (path, *path.parents):
             try:
+                # Not exists(), which is False for a broken link.
                 os.lstat(parent)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            subject = "that" if parent == path else repr(str(parent))
+            subject = "that"
+            if parent != path:
+                subject = repr(str(parent))
             if not parent.exists():
                 return f"{subject} is a broken link"
             if not parent.is_dir():
@@ -74,16 +77,23 @@ def held(locks: Mapping[Path, str]) -> Iterator[None]:
                 raise ValueError(
                     f"{flag} cannot be written: {error.strerror} ({str(path.parent)!r})."
                 ) from error
-            # callbacks run in reverse: the file is deleted while it is locked, so that no other
-            # process locks a deleted file
+            # Callbacks run in reverse: the file is deleted while it is locked, so that no other
+            # process locks a deleted file.
             stack.callback(path.unlink, missing_ok=True)
         yield
 
 
 def _open_locked(path: Path, flag: str) -> IO[str]:
+    """Returns the open lock file, which has this process's id in it.
+
+    Raises:
+        DirectoryInUse: Another process holds the lock.
+    """
     while True:
+        # O_NOFOLLOW: somebody else may have put a link there, whose target would be overwritten.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
+        # Not "w", which would erase the line of the process that holds the lock.
         file = os.fdopen(descriptor, "a+", encoding="utf-8")  # open as long as the run
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +135,7 @@ def make_private(directory: Path) -> None:
 def make_public(directory: Path) -> None:
     """Gives a directory of `make_private` the usual permissions of this process."""
     mode = stat.S_IMODE(directory.stat().st_mode)
-    # `mode |`, because the directory may have inherited the bit of its group
+    # `mode |`, because the directory may have inherited the bit of its group.
     directory.chmod(mode | (0o777 & ~_umask()))
 
 
@@ -142,10 +152,12 @@ def exchange(one: Path, other: Path) -> None:
     On file systems without support (NFS), `other` is missing between two renames.
     """
     libc = ctypes.CDLL(None, use_errno=True)
+    # glibc has the function since 2.28; Python has none for it.
     if hasattr(libc, "renameat2"):
         names = (os.fsencode(one), os.fsencode(other))
         if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
             return
+        # EINVAL: the file system cannot exchange names.
         if ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(one), None, str(other))

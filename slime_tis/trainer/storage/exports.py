@@ -65,7 +65,7 @@ def begin(directory: Path) -> Path:
     unfinished = _unfinished(directory)
     discard(unfinished)
     with suppress(OSError):
-        # a run that was killed before it wrote the marker leaves an empty directory
+        # A run that was killed before it wrote the marker leaves an empty directory.
         unfinished.rmdir()
     make_private(unfinished)
     _write_marker(unfinished, [])
@@ -114,7 +114,7 @@ def _listed(directory: Path) -> set[str]:
     if not isinstance(names, list):
         return set()
     for name in names:
-        # anybody may write a marker; a path such as ../x must not be removed
+        # Anybody may write a marker; a path such as ../x must not be removed.
         if not isinstance(name, str) or Path(name).name != name:
             return set()
     return set(names)

@@ -53,7 +53,8 @@ def write_hf_checkpoint(
         shutil.copyfile(path, directory / path.name)
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
-    size = total = 0
+    size = 0
+    total = 0
     matrix_dtypes: set[torch.dtype] = set()
     vector_dtypes: set[torch.dtype] = set()
     for name, tensor in named_tensors:
@@ -61,22 +62,29 @@ def write_hf_checkpoint(
             shards.append(_write_shard(directory, len(shards), shard))
             shard = {}
             size = 0
+        # A copy, because safetensors refuses tensors that share memory, such as views of a buffer.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensor.nbytes
         total += tensor.nbytes
-        dtypes = matrix_dtypes if tensor.dim() > 1 else vector_dtypes
-        dtypes.add(tensor.dtype)
+        if tensor.dim() > 1:
+            matrix_dtypes.add(tensor.dtype)
+        else:
+            vector_dtypes.add(tensor.dtype)
         del tensor  # frees it on the GPU before the next one is gathered
     shards.append(_write_shard(directory, len(shards), shard))
     _name_shards(directory, shards, total)
-    # vectors may be more precise: the biases of routers are in float32
+    # Vectors may be more precise: the biases of routers are in float32.
     dtypes = matrix_dtypes or vector_dtypes
     if len(dtypes) == 1:
-        path = directory / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)  # the field's name before transformers 4.56
-        config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write_dtype(directory / "config.json", dtypes.pop())
+
+
+def _write_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Sets the type of the weights in a config.json."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # the field's name before transformers 4.56
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
