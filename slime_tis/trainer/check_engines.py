@@ -82,7 +82,9 @@ def show(parallel: Parallel, lines: Sequence[str]) -> None:
     if not parallel.is_main:
         return
     for line in lines:
-        stream = sys.stderr if line.startswith("warning") else sys.stdout
+        stream = sys.stdout
+        if line.startswith("warning"):
+            stream = sys.stderr
         print_line(line, stream)
 
 
@@ -141,22 +143,26 @@ class EngineCheck:
         fault = on_rank_zero(lambda: self._fault(table, top, is_large=is_large))
         if fault is None:
             return [f"engines agree before the first step: {size}"]
+        # An engine that disagrees already cannot show a stale cache after the update.
         self.repeats = False
         sentences = [f"the engines disagree before the first step: {size}.", fault.sentence]
         operation = self._first_difference(samples)
         if operation:
             sentences.append(operation)
+        sentences.append(self._advice(precision))
+        return self._alarm(" ".join(sentences), stops=fault.is_certain)
+
+    def _advice(self, rollout_precision: str | None) -> str:
+        """Returns the commands that search further for the cause."""
         checkpoint = self.learner.engine.config.hf_checkpoint
-        sentences.append(
+        advice = (
             f"`slime-tis diagnose {self.path} --hf-checkpoint {checkpoint}` scores the answers"
             " again."
         )
-        parity = self._parity_command(precision)
+        parity = self._parity_command(rollout_precision)
         if parity:
-            sentences.append(
-                f"`{parity}` compares the engines on the checkpoint, operation by operation."
-            )
-        return self._alarm(" ".join(sentences), stops=fault.is_certain)
+            advice += f" `{parity}` compares the engines on the checkpoint, operation by operation."
+        return advice
 
     def _first_difference(self, samples: Sequence[Sample]) -> str:
         """Names the first operation of training that differs from transformers'; a collective.
@@ -220,6 +226,7 @@ class EngineCheck:
         )
 
     def _alarm(self, message: str, *, stops: bool = True) -> list[str]:
+        """Returns a message as a warning, or ends the run with it."""
         if self.mode == "stop" and stops:
             raise ValueError(f"--check-engines: {message}")
         return [f"warning: {message}"]
@@ -231,6 +238,7 @@ class EngineCheck:
             The answers, a table of their log-probs, and mean |Δ|; None without answers.
         """
         sampling = self._sampling
+        # The seed of a batch, as rollouts compute theirs, with a number that no rollout reaches.
         seed = (self.learner.rollout.rollout_seed << 32) + SEED
         groups = self.sampler.generate(self.prompts, sampling, seed)
         samples = [sample for sample in chain.from_iterable(groups) if sample.response_length]
@@ -247,6 +255,7 @@ class EngineCheck:
 
     @property
     def _sampling(self) -> Sampling:
+        """The options of training with fewer and shorter answers."""
         options = self.learner.rollout
         length = min(RESPONSE_TOKENS, options.rollout_max_response_len)
         return replace(
@@ -285,7 +294,7 @@ class EngineCheck:
             length = STRIDE * number % sample.response_length
             texts.append([*sample.prompt_ids, *sample.response_ids[:length]])
         answers = self.sampler.top_log_probs(texts, self._sampling, TOP_TOKENS)
-        # No answers after a failure of the engine.
+        # After a failure of the engine there are fewer answers.
         answered = [(text, top) for text, top in zip(texts, answers, strict=False) if top]
         responses = []
         for text, top in answered:

@@ -157,7 +157,21 @@ class Checkpointer:
         for rows in state.unfinished:
             unfinished.append([from_dict(row) for row in rows])
         sampler.resume_unfinished(unfinished)
-        same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
+        self._restore_sampler_weights(path, state)
+        if learner.parallel.is_main:
+            if resumes_there:
+                # A killed run may not have removed them, and this run may never save.
+                sharded_checkpoint.remove_older(path, self.run_id, self.config.save_retain)
+            print_line(f"resumed from {path}, after step {state.step}")
+            difference = changed_options(state.options, options)
+            if difference:
+                print_line(f"options changed since then: {difference}")
+
+    def _restore_sampler_weights(self, path: Path, state: TrainerState) -> None:
+        """Gives the rollout engine the weights that it had at the checkpoint, or the newest."""
+        sampler = self.weights.sampler
+        engine_options = ("rollout_engine", "rollout_precision")
+        same_engine = not changed(state.options, self.options, engine_options)
         # An asynchronous run samples with older weights; a bitwise resumption needs those.
         sampler_is_behind = state.sampler_weight_version != state.step
         if sampler_is_behind and same_engine and sampler.can_checkpoint_weights:
@@ -165,14 +179,6 @@ class Checkpointer:
             self.weights.updates.load_samples(path, state.sampler_weight_version)
         else:
             self.weights.send()
-        if learner.parallel.is_main:
-            if resumes_there:
-                # a killed run may not have removed them, and this run may never save
-                sharded_checkpoint.remove_older(path, self.run_id, self.config.save_retain)
-            print_line(f"resumed from {path}, after step {state.step}")
-            difference = changed_options(state.options, options)
-            if difference:
-                print_line(f"options changed since then: {difference}")
 
     def rollouts_in_flight(
         self, path: Path, state: TrainerState, sizes: ModelSizes
@@ -191,7 +197,8 @@ class Checkpointer:
                 print_line(f"rollouts in flight are sampled again: {flags} changed")
             return []
         batches = load_batches(path / IN_FLIGHT, len(state.in_flight), sizes)
-        if not is_main:  # as after sampling, rank 0 has the experts
+        if not is_main:
+            # As after sampling, only rank 0 has the experts.
             for groups in batches:
                 drop_routing(groups)
         rollouts = []
@@ -223,6 +230,7 @@ class Checkpointer:
                 self.weights.updates.save_samples(directory)
 
         if dump is not None:
+            # A resumed run does not repeat the checkpoint's rollouts, so their dumps must exist.
             with engine.timer("train_dump"):
                 dump.flush()
         saving = checkpoint_saving.Saving(
@@ -243,6 +251,7 @@ class Checkpointer:
         pending = self.pending
         if pending is None:
             return
+        # Before the wait: an error in it must not make a second call wait again.
         self.pending = None
         pending.saving.complete(before_it_counts)
         self.saved_step = pending.step
@@ -272,6 +281,9 @@ class Checkpointer:
         if math.isnan(self.evaluation.first_accuracy):
             first_accuracy = None
         budget = self.weights.learner.engine.token_budget
+        budget_tokens = None
+        if budget is not None:
+            budget_tokens = budget.tokens
         return TrainerState(
             run=self.run_id,
             step=position.step,
@@ -281,7 +293,7 @@ class Checkpointer:
             evaluation_due=self.evaluation.is_overdue,
             sampler_weight_version=self.weights.sampler.weight_version,
             first_accuracy=first_accuracy,
-            token_budget=None if budget is None else budget.tokens,
+            token_budget=budget_tokens,
             options=self.options,
             model=self.model,
             in_flight=[batch.prompts for batch in position.in_flight],
@@ -325,6 +337,7 @@ class Checkpointer:
             )
 
     def _newest(self) -> str:
+        """Returns a sentence about the latest checkpoint."""
         if self.config.save is not None:
             earlier = checkpoints(self.config.save)
             if earlier:

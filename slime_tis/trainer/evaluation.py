@@ -87,8 +87,12 @@ class Evaluation:
 
         Only one value if the run was evaluated once.
         """
-        name = "eval accuracy" if self.is_binary else "mean eval reward"
-        before = "" if self.is_first else f"{self.first_accuracy:.2f} -> "
+        name = "mean eval reward"
+        if self.is_binary:
+            name = "eval accuracy"
+        before = ""
+        if not self.is_first:
+            before = f"{self.first_accuracy:.2f} -> "
         return f"{name}: {before}{self.last_accuracy:.2f}"
 
     def __call__(self, version: int, rollout_id: int) -> dict[str, float]:
@@ -108,6 +112,7 @@ class Evaluation:
         answers: dict[str, list[Sample]] = {}
         sets = {held_out.name: held_out for held_out in self.config.eval_sets}
         with self.engine.timer("eval"):
+            # At the first evaluation, because a run may never need the engine's memory.
             if self._answers is None:
                 self._answers = self.build_engine()
             if self._answers.weight_version != version:
@@ -132,7 +137,9 @@ class Evaluation:
         if self.is_first:
             self.first_accuracy = self.last_accuracy
         self.is_overdue = False
-        return metrics if self.logs(rollout_id, answers) else {}
+        if not self.logs(rollout_id, answers):
+            return {}
+        return metrics
 
     def _answer(
         self, engine: RolloutEngine, prompts: Sequence[Prompt], held_out: EvalSet
@@ -145,6 +152,7 @@ class Evaluation:
         answers = engine.submit(
             prompts,
             sampling,
+            # The same at every evaluation, so that two accuracies differ only by the weights.
             seed=0,
             function=function,
             concurrency=self.config.generate_concurrency,

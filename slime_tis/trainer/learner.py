@@ -115,7 +115,7 @@ class Learner:
         rollouts = list(chain.from_iterable(map(by_rollout, groups)))
         size = len(rollouts) // self.steps_per_rollout
         self._old_version = self.step
-        # all steps are prepared before the first one, so that π_old is the same for all of them
+        # All steps are prepared before the first one, so that π_old is the same for all of them.
         steps = []
         order: list[int] = []
         for start in range(0, len(rollouts), size):
@@ -126,53 +126,89 @@ class Learner:
             steps.append(self._prepare([in_step[number] for number in step_order], together))
         accepted = self._accepted_rollouts([rollouts[number] for number in order], steps)
         if accepted is not None:
-            # back from the order in which ranks got the rollouts
+            # Back from the order in which ranks got the rollouts.
             by_number = dict(zip(order, accepted, strict=True))
             accepted = [by_number[number] for number in range(len(rollouts))]
-        advantages = iter(advantages_of(groups, accepted, self.policy, user_advantages))
+        advantages = advantages_of(groups, accepted, self.policy, user_advantages)
+        local_advantages = self._local_advantages(advantages, rollouts, order, steps)
+        steps = self._with_all_advantages(groups, steps, local_advantages)
+        rows: list[dict[str, float]] = []
+        for step, sample_advantages in zip(steps, local_advantages, strict=True):
+            isolated_step = self._isolate_zero_advantage_groups(step)
+            rows.append(self._train_step(isolated_step, sample_advantages))
+            self._check_gradient(rows)
+            self.step += 1
+            self.after_step()
+        return rows
+
+    def _local_advantages(
+        self,
+        advantages: Sequence[float],
+        rollouts: Sequence[Sequence[Sample]],
+        order: Sequence[int],
+        steps: Sequence[Step],
+    ) -> list[list[float]]:
+        """Returns the advantages of this rank's samples, step by step.
+
+        Args:
+            advantages: One for each sample of all ranks, in the order of sampling.
+            rollouts: The rollouts, in the order of sampling.
+            order: The order in which the ranks got the rollouts.
+            steps: This rank's share of every step.
+        """
+        size = len(rollouts) // self.steps_per_rollout
+        values = iter(advantages)
         in_sampled_order = []
         for rollout in rollouts:
-            in_sampled_order.append([next(advantages) for _ in rollout])
+            in_sampled_order.append([next(values) for _ in rollout])
         per_rollout = [in_sampled_order[number] for number in order]
         local_advantages = []
         for number, step in enumerate(steps):
-            step_advantages = per_rollout[number * size : (number + 1) * size]
             local = shard(
-                step_advantages,
+                per_rollout[number * size : (number + 1) * size],
                 self.parallel.data_rank,
                 self.parallel.data_size,
                 step.assigned_together,
             )
             local_advantages.append(list(chain.from_iterable(local)))
-        steps = self._with_advantages(steps, local_advantages)
-        if self.policy.has_token_baseline and self.parallel.is_last_stage:
+        return local_advantages
+
+    def _with_all_advantages(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        steps: Sequence[Step],
+        advantages: Sequence[Sequence[float]],
+    ) -> list[Step]:
+        """Returns the steps with token advantages by the policy's estimator."""
+        steps = self._with_advantages(steps, advantages)
+        # Only the last stage computes the loss, and only it has the log-probs of the tokens.
+        if not self.parallel.is_last_stage:
+            return steps
+        if self.policy.has_token_baseline:
             numbers = {group[0].group_index: number for number, group in enumerate(groups)}
             corrections = [self._mask_and_weights(step.batch) for step in steps]
             steps = with_token_baseline(
-                steps, local_advantages, corrections, numbers, self.parallel.ranks
+                steps, advantages, corrections, numbers, self.parallel.ranks
             )
-        if self.policy.has_token_rewards and self.parallel.is_last_stage:
+        if self.policy.has_token_rewards:
             steps = with_token_rewards(
                 steps,
-                local_advantages,
+                advantages,
                 self.policy,
                 self.parallel,
                 is_bypassed=self.correction.use_rollout_logprobs,
             )
-        rows: list[dict[str, float]] = []
-        for step, sample_advantages in zip(steps, local_advantages, strict=True):
-            isolated_step = self._isolate_zero_advantage_groups(step)
-            rows.append(self._train_step(isolated_step, sample_advantages))
-            if rows[-1]["train/nonfinite_gradient_steps"]:
-                is_finite = self.engine.weights_are_finite()
-                if not is_finite or self.engine.config.nonfinite_gradient == "stop":
-                    message = nonfinite_message(
-                        self.step + 1, rows[-1], is_finite, self._token_at_fault
-                    )
-                    raise NonFiniteGradient(message, rows)
-            self.step += 1
-            self.after_step()
-        return rows
+        return steps
+
+    def _check_gradient(self, rows: list[dict[str, float]]) -> None:
+        """Raises NonFiniteGradient if the last step's gradient must end the run."""
+        if not rows[-1]["train/nonfinite_gradient_steps"]:
+            return
+        # Skipping cannot help if the weights themselves are not finite.
+        is_finite = self.engine.weights_are_finite()
+        if not is_finite or self.engine.config.nonfinite_gradient == "stop":
+            message = nonfinite_message(self.step + 1, rows[-1], is_finite, self._token_at_fault)
+            raise NonFiniteGradient(message, rows)
 
     def update_reference(self, rollout_id: int) -> None:
         """Makes the policy the reference policy, if that is due after `rollout_id` rollouts.
@@ -193,7 +229,7 @@ class Learner:
                 accepted += self._accepted(step)
             return accepted
         if self.rollout.max_weight_staleness is not None:
-            # stale samples have no trained token
+            # Stale samples have no trained token.
             is_trained = []
             for rollout in rollouts:
                 is_trained.append(any(any(sample.loss_mask) for sample in rollout))
@@ -227,7 +263,7 @@ class Learner:
         if functions.advantage is None or not self.parallel.is_last_stage:
             return steps
         tokens = [step.batch.responses.to(self.parallel.device) for step in steps]
-        # the function sees the samples of all steps at once, as slime's does
+        # The function sees the samples of all steps at once, as slime's does.
         data: dict[str, list[Any]] = {}
         for step, step_tokens, values in zip(steps, tokens, advantages, strict=True):
             for key, column in user_batch(step, step_tokens, values).items():
@@ -254,13 +290,14 @@ class Learner:
             correction = self._correct(batch, batch.responses.old_log_probs_L)
             if self.policy.reject_before_advantage:
                 mask_L = correction.mask
-            # a user's correction computes other weights, which are unknown before the loss
+            # A user's correction computes other weights, which are unknown before the loss.
             if config.use_tis and self.custom_tis is None:
                 weights_L = correction.weights
         return mask_L, weights_L
 
     def _seed(self) -> int:
         """Returns the seed of user functions, the same in a resumed run."""
+        # Python randomizes the hashes of texts, not those of integers.
         return hash((self.engine.config.seed, self.step, self.parallel.data_rank)) % 2**32
 
     @property
@@ -294,7 +331,7 @@ class Learner:
             samples.setdefault(rollout, []).append(index)
             if advantages[index].any():
                 nonzero_groups.add(group)
-        # the sort is stable: within both halves the rollouts keep their order
+        # The sort is stable: within both halves the rollouts keep their order.
         order = sorted(samples, key=lambda rollout: group_of[rollout] not in nonzero_groups)
         partition = []
         for positions in fixed_partition(len(order), size):
@@ -341,7 +378,7 @@ class Learner:
         """
         size = self.parallel.data_size
         shards = [shard(rollouts, rank, size, together) for rank in range(size)]
-        # every rank plans the micro-batches of all ranks, so that their number is equal
+        # Every rank plans the micro-batches of all ranks, so that their number is equal.
         rank_samples: list[list[Sample]] = []
         rank_numbers: list[list[int]] = []
         rank_tokens = []
@@ -367,7 +404,9 @@ class Learner:
         batch = recorded
         if not self.rollout.use_rollout_routing_replay:
             batch = recorded.with_routing(None, None)
-        record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
+        record: RoutingRecord | None = None
+        if self.engine.config.use_routing_replay:
+            record = []
         if needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy):
             batch = self._with_old_policy(batch, partition, record)
         if self.policy.needs_reference:
@@ -408,11 +447,18 @@ class Learner:
             is_usable = has_usable_experts(sample, sizes)
             if replays_weights:
                 is_usable = is_usable and has_usable_weights(sample)
-            experts.append(sample.rollout_routed_experts if is_usable else None)
-            weights.append(sample.rollout_routing_weights if is_usable else None)
-            local_missing += not is_usable
+            if is_usable:
+                experts.append(sample.rollout_routed_experts)
+                weights.append(sample.rollout_routing_weights)
+            else:
+                # Training routes the tokens of this sample itself.
+                experts.append(None)
+                weights.append(None)
+                local_missing += 1
         missing = sum(self.parallel.all_gather_data(local_missing))
-        return batch.with_routing(experts, weights if replays_weights else None), missing
+        if not replays_weights:
+            return batch.with_routing(experts, None), missing
+        return batch.with_routing(experts, weights), missing
 
     def _accepted(self, step: Step) -> list[bool]:
         """Returns which rollouts of a step, of all ranks, have an accepted token."""
@@ -488,29 +534,12 @@ class Learner:
         """Makes one optimizer step and returns its metrics."""
         batch = step.batch
         global_batch = self._global_batch(batch, step)
-        custom = self._custom_tis()
-        custom_loss = None
-        if self.functions.loss is not None:
-            custom_loss = CustomLoss(
-                function=self.functions.loss, args=self.functions.args, seed=self._seed()
-            )
-        context = LossStep(
-            correction=self.correction,
-            policy=self.policy,
-            uses_recomputed_old_policy=uses_recomputed_old_policy(
-                self.correction, self.steps_per_rollout
-            ),
-            version=self.step,
-            global_batch=replace(global_batch, ranks=Ranks(context=self.parallel.ranks.context)),
-            covariance=self._covariance_limit(batch),
-            counts=self.parallel.context_rank == 0,
-            custom=custom,
-            custom_loss=custom_loss,
-            functions=self.functions,
-        )
+        context = self._loss_step(batch, global_batch)
         interval = self.rollout.measure_routing_mismatch
         measures = interval is not None and self.step % interval == 0
-        measured = self._mismatch_otherwise(step) if measures else {}
+        measured: dict[str, float] = {}
+        if measures:
+            measured = self._mismatch_otherwise(step)
         records: list[TokenRecord] = []
         trained_mismatch: list[Statistics] = []
         gradients = TokenGradients()
@@ -542,14 +571,40 @@ class Learner:
             if self.rollout.records_routed_experts:
                 routing["routing_replay_missing"] = float(step.samples_without_routing)
             if measures:
-                trained = WITH_REPLAY if self.rollout.use_rollout_routing_replay else WITHOUT_REPLAY
+                trained = WITHOUT_REPLAY
+                if self.rollout.use_rollout_routing_replay:
+                    trained = WITH_REPLAY
                 statistics = None
                 if self.parallel.is_last_stage:
                     statistics = reduce(Statistics.merge, trained_mismatch)
                 measured |= self._mismatch(trained, statistics)
-            metrics = self._step_metrics(result, custom or custom_loss)
+            metrics = self._step_metrics(result, context.custom or context.custom_loss)
             metrics |= train_metrics(routing | measured)
         return metrics | step.load_metrics()
+
+    def _loss_step(self, batch: TrainingBatch, global_batch: GlobalBatch) -> LossStep:
+        """Returns what the loss of every micro-batch of a step needs."""
+        custom_loss = None
+        if self.functions.loss is not None:
+            custom_loss = CustomLoss(
+                function=self.functions.loss, args=self.functions.args, seed=self._seed()
+            )
+        return LossStep(
+            correction=self.correction,
+            policy=self.policy,
+            uses_recomputed_old_policy=uses_recomputed_old_policy(
+                self.correction, self.steps_per_rollout
+            ),
+            version=self.step,
+            # Only the sums of the complete step are added over the data-parallel ranks.
+            global_batch=replace(global_batch, ranks=Ranks(context=self.parallel.ranks.context)),
+            covariance=self._covariance_limit(batch),
+            # The sums of complete sequences are equal on all context-parallel ranks.
+            counts=self.parallel.context_rank == 0,
+            custom=self._custom_tis(),
+            custom_loss=custom_loss,
+            functions=self.functions,
+        )
 
     def _watched(self, loss: Loss) -> Loss:
         """Returns a loss that also shows its inputs to the gate, if there is one."""
@@ -578,7 +633,9 @@ class Learner:
             metrics = sums.statistics.all_reduce(self.parallel.ranks).metrics()
             share = metrics.get("effective_sequence_share", 1.0)
         share = self.parallel.broadcast_from_last_stage(share)
-        return math.sqrt(share) if scaling == "sqrt" else share
+        if scaling == "sqrt":
+            return math.sqrt(share)
+        return share
 
     def _dump(
         self,
@@ -589,6 +646,7 @@ class Learner:
     ) -> None:
         """Adds the step's tokens to the dumps; every data-parallel rank has one."""
         parallel = self.parallel
+        # Tensor-parallel ranks have the same log-probs.
         if self.dump is None or not parallel.is_last_stage or parallel.tensor_rank > 0:
             return
         with self.engine.timer("train_dump"):
@@ -613,7 +671,9 @@ class Learner:
         This takes one forward pass.
         """
         replays = not self.rollout.use_rollout_routing_replay
-        name = WITH_REPLAY if replays else WITHOUT_REPLAY
+        name = WITHOUT_REPLAY
+        if replays:
+            name = WITH_REPLAY
         with self.engine.timer(name):
             log_probs_L = self.engine.log_probs(
                 step.recorded, step.partition, replays_routing=replays
@@ -709,7 +769,7 @@ class Learner:
         }
         if result.loss_scale is not None:
             metrics |= {"loss_scale": result.loss_scale, "overflow_steps": float(result.overflowed)}
-            # an overflow only lowers the loss scale, and its gradient norm has no meaning
+            # An overflow only lowers the loss scale, and its gradient norm has no meaning.
             if result.overflowed:
                 del metrics["grad_norm"]
         self._old_log_prob_forwards = 0

@@ -78,7 +78,10 @@ def _backward_bytes(config: ModelConfig) -> int:
     if config.num_moe_experts is not None:
         chosen_experts = config.moe_router_topk * config.moe_ffn_hidden_size
         has_dense_layers = 0 in config.moe_layer_freq
-        inner = max(inner, chosen_experts) if has_dense_layers else chosen_experts
+        if has_dense_layers:
+            inner = max(inner, chosen_experts)
+        else:
+            inner = chosen_experts
     values = 3 * (inner / config.tensor_model_parallel_size + config.hidden_size)
     return int(config.params_dtype.itemsize * values)
 
@@ -138,7 +141,8 @@ class Census:
             if weight.is_expert:
                 size //= config.expert_tensor_parallel_size or tensor
                 copies //= config.expert_model_parallel_size
-            elif weight.is_sharded and weight.layer is None:  # the vocabulary is padded
+            elif weight.is_sharded and weight.layer is None:
+                # The vocabulary is padded to a multiple of the tensor-parallel size.
                 size = -(-weight.rows // tensor) * (weight.size // weight.rows)
             elif weight.is_sharded:
                 size //= tensor
@@ -146,8 +150,10 @@ class Census:
             if weight.layer is not None:
                 stages = {weight.layer // per_stage}
             elif weight.is_embedding:
-                # tied weights are on the last stage too, for the output layer
-                stages = {0, pipeline - 1} if self.tied else {0}
+                stages = {0}
+                if self.tied:
+                    # The output layer of the last stage has its own copy.
+                    stages = {0, pipeline - 1}
             for stage in stages:
                 shards[stage].append(weight._replace(size=size, copies=copies))
         return [self._stage(config, world_size, index, shard) for index, shard in enumerate(shards)]
@@ -155,8 +161,10 @@ class Census:
     def _stage(
         self, config: MegatronConfig, world_size: int, index: int, shard: Sequence[Weight]
     ) -> Stage:
+        """Returns the memory of a rank of one stage, whose shards of weights are given."""
         itemsize = 2
-        optimizer_bytes = 12  # Adam's two moments and the float32 copy of the weight
+        # Adam's two moments and the float32 copy of the weight; fp32 training needs no copy.
+        optimizer_bytes = 12
         if config.precision == "fp32":
             itemsize = 4
             optimizer_bytes = 8
@@ -166,13 +174,14 @@ class Census:
         transformer.sequence_parallel = config.sequence_parallel
         transformer.context_parallel_size = config.context_parallel_size
         transformer.expert_tensor_parallel_size = config.expert_tensor_parallel_size
-        # a stage holds the micro-batches of itself and of the stages after it
+        # A stage holds the micro-batches of itself and of the stages after it.
         in_flight = stages - index
         transformer.num_layers = transformer.num_layers // stages * in_flight
         transformer.pipeline_model_parallel_size = in_flight
         has_engine = config.precision != "fp32" and config.transformer_impl != "local"
         if has_engine and transformer.num_moe_experts is None:
-            transformer.use_te_activation_func = False  # transformer-engine's layers save more
+            # As `architecture` sets it: transformer-engine's layers keep more activations.
+            transformer.use_te_activation_func = False
         optimizer = 0
         trained = [weight for weight in shard if weight.is_trained]
         for weight in trained:
@@ -181,7 +190,7 @@ class Census:
                 model_parallel = config.tensor_model_parallel_size * stages
                 if weight.is_expert:
                     model_parallel = config.expert_parallel_size
-                # context-parallel ranks share the optimizer state, too
+                # Context-parallel ranks share the optimizer state, too.
                 sharing_ranks = world_size // model_parallel
             optimizer += optimizer_bytes * weight.size * weight.copies // sharing_ranks
         activations = bytes_per_token(transformer, 0, config.log_probs_chunk_size)
@@ -189,6 +198,7 @@ class Census:
         return Stage(
             parameters=parameters,
             weights=itemsize * parameters,
+            # megatron-core adds up gradients in float32, whatever the precision.
             gradients=4 * sum(weight.size * weight.copies for weight in trained),
             optimizer=optimizer,
             temporary=itemsize * max((weight.size for weight in trained), default=0),
@@ -204,7 +214,7 @@ def fake_rank(config: MegatronConfig, world_size: int, rank: int = 0) -> Iterato
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        # transformer-engine cannot be built on the CPU
+        # transformer-engine cannot be built on the CPU.
         parallel = initialize(replace(config, transformer_impl=None))
         with FakeTensorMode():
             yield parallel
@@ -215,31 +225,38 @@ def fake_rank(config: MegatronConfig, world_size: int, rank: int = 0) -> Iterato
 def census(config: MegatronConfig) -> Census:
     """Builds the model on one rank, with one expert per layer."""
     moe = moe_sizes(read_hf_config(config.hf_checkpoint))
-    experts = 1 if moe is None else moe.num_experts
+    experts = 1
+    expert_tensor_size = None
+    if moe is not None:
+        experts = moe.num_experts
+        expert_tensor_size = 1
     one_rank = replace(
         config,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         context_parallel_size=1,
         expert_model_parallel_size=experts,
-        expert_tensor_parallel_size=None if moe is None else 1,
+        expert_tensor_parallel_size=expert_tensor_size,
         sequence_parallel=False,
     )
-    # as many expert-parallel ranks as experts, hence one expert on the rank
+    # With one rank for each expert, this rank builds one expert per layer, not all.
     with fake_rank(one_rank, experts) as parallel:
         model = build_model(one_rank.hf_checkpoint, one_rank, parallel)
         freeze_weights(model, one_rank, parallel)
         weights = []
         for name, parameter in model.module.named_parameters():
-            # megatron-core's mark of expert weights
+            # megatron-core marks the weights of experts in this way.
             is_expert = not getattr(parameter, "allreduce", True)
+            copies = 1
+            if is_expert:
+                copies = experts
             layer = None
             if name.startswith("decoder.layers."):
                 layer = int(name.split(".")[2])
             weight = Weight(
                 rows=len(parameter),
                 size=parameter.numel(),
-                copies=experts if is_expert else 1,
+                copies=copies,
                 layer=layer,
                 is_embedding=name.startswith("embedding."),
                 is_sharded=getattr(parameter, "tensor_model_parallel", False),
@@ -268,7 +285,11 @@ def smallest_layout(
     """
     model = read_model_config(config.hf_checkpoint)
     moe = moe_sizes(read_hf_config(config.hf_checkpoint))
+    expert_tensor_size = None
+    if moe is not None:
+        expert_tensor_size = 1
     for ranks in _powers(world_size):
+        # `product` varies its last argument first, so the first layout that fits wins the ties.
         for pipeline, tensor, expert in product(
             _powers(ranks), _powers(min(ranks, MAX_TENSOR_SIZE)), _powers(ranks)
         ):
@@ -280,7 +301,7 @@ def smallest_layout(
                 pipeline_model_parallel_size=pipeline,
                 context_parallel_size=1,
                 expert_model_parallel_size=expert,
-                expert_tensor_parallel_size=None if moe is None else 1,
+                expert_tensor_parallel_size=expert_tensor_size,
                 sequence_parallel=tensor > 1,
                 use_distributed_optimizer=True,
             )
@@ -312,15 +333,7 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     Raises:
         ValueError: the model or the ranks do not divide, or a number is out of range.
     """
-    limits = (
-        ("--world-size", world_size, MAX_RANKS),
-        ("--gpu-memory", gpu_memory, MAX_GPU_MEMORY),
-    )
-    for flag, value, limit in limits:
-        if not 0 < value <= limit:
-            raise ValueError(f"{flag} is {value:g}; it must be above 0 and at most {limit:g}.")
-    if not 0 < bandwidth < math.inf:
-        raise ValueError(f"--bandwidth is {bandwidth:g}; it must be above 0.")
+    _check_numbers(world_size, gpu_memory, bandwidth)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     hf = read_hf_config(config.hf_checkpoint)
     moe = moe_sizes(hf)
@@ -333,7 +346,9 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     trained = list(_trained(config, weights, stages))
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
-    bytes_per_weight = 4 if config.precision == "fp32" else 2
+    bytes_per_weight = 2
+    if config.precision == "fp32":
+        bytes_per_weight = 4
     update = weights.total * bytes_per_weight / 1e9
     lines = [
         f"{config.hf_checkpoint}: {weights.total:,} parameters ({hf.architectures[0]}),"
@@ -355,15 +370,35 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     tokens = [stage.tokens(memory) for stage in stages]
     if min(tokens) == 0:
         lines.append("This layout does not fit.")
+    lines.append(_recommendation(config, weights, world_size, memory))
+    return "\n".join(lines)
+
+
+def _check_numbers(world_size: int, gpu_memory: float, bandwidth: float) -> None:
+    """Raises ValueError for a number out of range."""
+    limits = (
+        ("--world-size", world_size, MAX_RANKS),
+        ("--gpu-memory", gpu_memory, MAX_GPU_MEMORY),
+    )
+    for flag, value, limit in limits:
+        # NaN fails this comparison, too.
+        if not 0 < value <= limit:
+            raise ValueError(f"{flag} is {value:g}; it must be above 0 and at most {limit:g}.")
+    if not 0 < bandwidth < math.inf:
+        raise ValueError(f"--bandwidth is {bandwidth:g}; it must be above 0.")
+
+
+def _recommendation(config: MegatronConfig, weights: Census, world_size: int, memory: float) -> str:
+    """Returns the line about the smallest layout that fits."""
     smallest = smallest_layout(config, weights, world_size, memory)
     if smallest is None:
-        lines.append(f"No layout of up to {world_size} ranks fits {MIN_TOKENS:,} tokens.")
-    else:
-        ranks, layout = smallest
-        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        flags = " ".join(_flags(layout))
-        lines.append(f"Smallest layout that fits {MIN_TOKENS:,} tokens: {count}, {flags}")
-    return "\n".join(lines)
+        return f"No layout of up to {world_size} ranks fits {MIN_TOKENS:,} tokens."
+    ranks, layout = smallest
+    count = f"{ranks} ranks"
+    if ranks == 1:
+        count = "1 rank"
+    flags = " ".join(_flags(layout))
+    return f"Smallest layout that fits {MIN_TOKENS:,} tokens: {count}, {flags}"
 
 
 def _trained(config: MegatronConfig, weights: Census, stages: Sequence[Stage]) -> Iterator[str]:
@@ -417,7 +452,7 @@ def _flags(config: MegatronConfig) -> list[str]:
         "--expert-model-parallel-size": config.expert_model_parallel_size,
     }
     flags = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
-    # unset, it is the tensor-parallel size
+    # Unset, it is the tensor-parallel size.
     if config.expert_tensor_parallel_size == 1 and config.tensor_model_parallel_size > 1:
         flags.append("--expert-tensor-parallel-size 1")
     if config.sequence_parallel:

@@ -32,6 +32,7 @@ def on_every_rank(function: Callable[[], Result]) -> list[Result]:
     outcomes: list[Any] = [None] * size
     dist.all_gather_object(outcomes, outcome)
     interrupted = [outcome for outcome in outcomes if isinstance(outcome, Interrupted)]
+    # This rank's own error before the others', because only it has the traceback.
     for raised in (*interrupted, error, *outcomes):
         if isinstance(raised, Exception):
             raise raised
@@ -49,7 +50,7 @@ def map_over_ranks(
     if size == 1:
         return function(items)
     shares = on_every_rank(lambda: function(items[dist.get_rank() :: size]))
-    # item i is number i // size of rank i % size
+    # Item i is number i // size of rank i % size.
     return [shares[index % size][index // size] for index in range(len(items))]
 
 
@@ -84,6 +85,7 @@ def portable(error: Exception) -> Exception:
 
 
 def _size() -> int:
+    """Returns the number of ranks."""
     if not dist.is_initialized():
         return 1
     return dist.get_world_size()
@@ -127,6 +129,7 @@ class RankZero:
             return followed
         try:
             result = work(shared_source)
+        # Without a message the other ranks would wait in `_follow` until the group's timeout.
         except Exception as error:
             with suppress(RuntimeError):  # other ranks may have failed too
                 self._send("error", portable(error))
@@ -154,5 +157,6 @@ class RankZero:
                 pass
 
     def _send(self, kind: str, content: Any) -> None:
+        """Tells the other ranks what rank 0 does next."""
         if self._group is not None:
             dist.broadcast_object_list([(kind, content)], src=0, group=self._group)

@@ -95,15 +95,10 @@ class SampleSource:
         if options.log_passrate:
             measured |= {f"passrate/{name}": rate for name, rate in pass_rates(groups).items()}
         if not hooks.logs_rollout(rollout_id, groups, metrics, seconds):
-            measured = {}  # the user's function has logged them
+            # The user's function has logged them.
+            measured = {}
         # Metrics above count all samples; from here on, samples and tokens lose their loss mask.
-        mask_removed_samples(groups)
-        measured["rollout/stale_samples"] = mask_stale_samples(
-            groups, version, options.max_weight_staleness
-        )
-        if options.mask_offpolicy_in_partial_rollout:
-            measured["rollout/masked_offpolicy_tokens"] = mask_earlier_tokens(groups)
-        measured |= check_sampling_masks(groups, truncates_sampling=options.truncates_sampling)
+        measured |= self._mask(groups, version)
         advantages = None
         shaped = hooks.shape_rewards(groups)
         if shaped is not None:
@@ -114,6 +109,18 @@ class SampleSource:
             drop_routing(groups)
         measured |= self.sampler.metrics() | self.unfinished.metrics()
         return Rollout(groups=groups, metrics=measured, advantages=advantages)
+
+    def _mask(self, groups: Groups, version: int) -> dict[str, float]:
+        """Masks what must not be trained on, and returns metrics of it."""
+        options = self.arguments.rollout
+        metrics: dict[str, float] = {}
+        mask_removed_samples(groups)
+        metrics["rollout/stale_samples"] = mask_stale_samples(
+            groups, version, options.max_weight_staleness
+        )
+        if options.mask_offpolicy_in_partial_rollout:
+            metrics["rollout/masked_offpolicy_tokens"] = mask_earlier_tokens(groups)
+        return metrics | check_sampling_masks(groups, truncates_sampling=options.truncates_sampling)
 
     def _load(self, rollout_id: int) -> Groups:
         """Returns the groups of --load-debug-rollout-data."""
@@ -191,6 +198,7 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
         return 0
     count = 0
     for sample in chain(*groups):
+        # A sample without trained tokens is never stale.
         oldest = min(sample.trained_versions, default=version)
         if version - oldest > limit:
             sample.loss_mask = [0] * len(sample.loss_mask)

@@ -91,7 +91,7 @@ class Process:
             if kind is None:
                 resource.close()
                 return
-            # after an error, which may be a full disk, `close` must not hide that error
+            # After an error, which may be a full disk, `close` must not hide that error.
             with suppress(OSError):
                 resource.close()
 
@@ -158,8 +158,9 @@ def set_up(
         arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened
     )
     functions = load_functions(process)
-    options = effective_config(arguments)
-    checkpoint = find_resume_point(arguments.megatron, options, is_main=parallel.is_main)
+    checkpoint = find_resume_point(
+        arguments.megatron, effective_config(arguments), is_main=parallel.is_main
+    )
     resumed = None
     if checkpoint is None:
         run_id = on_rank_zero(lambda: uuid.uuid4().hex)
@@ -173,11 +174,7 @@ def set_up(
     weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron)
     sampler = build_sampler(process, data, weights, kernels)
     if kernels is not None:
-        assert isinstance(sampler, LocalEngine)  # other engines are refused
-        learner.gate = OnPolicyGate(
-            locate=partial(difference_from_rollout, learner, sampler),
-            advice=parity_advice(arguments.megatron),
-        )
+        learner.gate = build_gate(process, learner, sampler)
     learner.dump = open_dump(process, run_id, sampler)
     weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
     generate = build_generate_function(
@@ -190,27 +187,24 @@ def set_up(
     )
     samples = build_samples(process, functions, data, sampler, generate)
     evaluation = build_evaluation(process, functions, data, weights, generate)
-    checkpointer = Checkpointer(
-        config=arguments.megatron,
-        weights=weights,
-        evaluation=evaluation,
-        data=data.dataset if isinstance(data.dataset, CustomDataSource) else None,
-        run_id=run_id,
-        options=options,
-        model=model_hash(arguments.megatron),
-    )
+    checkpointer = build_checkpointer(process, data, weights, evaluation, run_id)
     health = Health(arguments.correction)
     if checkpoint is not None:
         checkpointer.resume(*checkpoint)
         path, state = checkpoint
         samples.prefetcher.restore(checkpointer.rollouts_in_flight(path, state, samples.sizes))
         health.restore(state.health)
+    # Only a local engine in fp32 has loaded exactly these weights. The check compares sent tensors.
     elif weights.check is not None or not weights.are_loaded_by_the_engine:
         weights.send()
     engine_check = build_engine_check(process, data, weights, resumed)
     show(parallel, engine_check.before_training())
+    # The seconds of the set-up must not count in the first rollout.
     process.timer.take()
     report_settings(process, learner.engine)
+    rollout_id = 0
+    if resumed is not None:
+        rollout_id = resumed.rollout_id
     run = Run(
         process=process,
         samples=samples,
@@ -222,10 +216,38 @@ def set_up(
         health=health,
         reporters=build_reporters(process, data, learner, evaluation, run_id),
         num_rollout=data.num_rollout,
-        rollout_id=0 if resumed is None else resumed.rollout_id,
+        rollout_id=rollout_id,
     )
     checkpointer.health = run.health_state
     return run
+
+
+def build_gate(process: Process, learner: Learner, sampler: RolloutEngine) -> OnPolicyGate:
+    """Builds the comparison of log-probs of --true-on-policy."""
+    assert isinstance(sampler, LocalEngine)  # other engines are refused
+    return OnPolicyGate(
+        locate=partial(difference_from_rollout, learner, sampler),
+        advice=parity_advice(process.arguments.megatron),
+    )
+
+
+def build_checkpointer(
+    process: Process, data: Data, weights: PolicyWeights, evaluation: Evaluation, run_id: str
+) -> Checkpointer:
+    """Builds the part that saves the run and restores it."""
+    arguments = process.arguments
+    source = None
+    if isinstance(data.dataset, CustomDataSource):
+        source = data.dataset
+    return Checkpointer(
+        config=arguments.megatron,
+        weights=weights,
+        evaluation=evaluation,
+        data=source,
+        run_id=run_id,
+        options=effective_config(arguments),
+        model=model_hash(arguments.megatron),
+    )
 
 
 def load_functions(process: Process) -> UserFunctions:
@@ -275,7 +297,7 @@ def load_data(process: Process, resumed: TrainerState | None) -> Data:
         else:
             file = rollout.prompt_data
             if rollout.disable_rollout_global_dataset:
-                # the rollout function reads args.prompt_data, which may be any kind of file
+                # The rollout function reads args.prompt_data, which may be any kind of file.
                 file = None
             dataset = PromptDataset(file, tokenizer, rollout, sizes)
     first_batch = 0
@@ -316,7 +338,7 @@ def check_rewards(
         rollout.rollout_function_path,
         rollout.custom_generate_function_path,
     )
-    # a user function may choose the server for each sample
+    # A user function may choose the server for each sample.
     if user_functions == (None, None, None):
         check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
 
@@ -361,7 +383,7 @@ def build_learner(
     steps = steps_per_rollout(arguments)
 
     def check_interrupts() -> None:
-        # one of several ranks must not stop without the others
+        # One of several ranks must not stop without the others.
         if process.parallel.size == 1:
             process.interrupts.check()
 
@@ -402,7 +424,10 @@ def open_dump(process: Process, run_id: str, sampler: RolloutEngine) -> TrainDum
     if rollout.rollout_engine != "local":
         # Servers may choose their precision themselves.
         rollout_precision = on_rank_zero(lambda: sampler.weight_precision(ATTENTION))
+    num_experts = 0
     moe = moe_sizes(load_config(arguments.megatron.hf_checkpoint))
+    if moe is not None:
+        num_experts = moe.num_experts
     steps = steps_per_rollout(arguments)
     settings = DumpSettings(
         pattern=pattern,
@@ -418,7 +443,7 @@ def open_dump(process: Process, run_id: str, sampler: RolloutEngine) -> TrainDum
             "policy": changed_fields(arguments.policy),
             "precision": arguments.megatron.precision,
             "rollout_precision": rollout_precision,
-            "num_experts": 0 if moe is None else moe.num_experts,
+            "num_experts": num_experts,
             "replays_experts": rollout.use_rollout_routing_replay,
             "temperature": rollout.rollout_temperature,
             "tokenizer": str(Path(arguments.megatron.hf_checkpoint).resolve()),
@@ -508,6 +533,7 @@ def build_samples(
         return sampler.submit(
             prompts,
             sampling,
+            # Numbers are below 2^32, so runs with different seeds share the seed of no batch.
             seed=(rollout.rollout_seed << 32) + number,
             function=function,
             concurrency=rollout.generate_concurrency,
@@ -528,6 +554,10 @@ def build_samples(
         address=sampler.http_address,
         option="rollout_function_path",
     )
+    # Functions written for slime use methods that only the user's object has.
+    data_source: object = dataset
+    if isinstance(dataset, CustomDataSource):
+        data_source = dataset.source
     custom_rollout = None
     if rollout_function is not None:
         custom_rollout = CustomRollout(checks=rollout_function, dataset=dataset, config=rollout)
@@ -548,7 +578,7 @@ def build_samples(
         custom_rollout=custom_rollout,
         reward=functions.reward,
         hooks=functions.hooks,
-        data_source=dataset if isinstance(dataset, PromptDataset) else dataset.source,
+        data_source=data_source,
         num_rollout=data.num_rollout,
     )
 
@@ -568,6 +598,7 @@ def build_evaluation(
     megatron = process.arguments.megatron
 
     def answering_engine() -> RolloutEngine:
+        """Returns the engine that answers held-out prompts."""
         if not config.evaluates_locally:
             return weights.sampler
         return LocalEngine(
@@ -597,11 +628,14 @@ def build_reporters(
     arguments = process.arguments
     if not process.parallel.is_main:
         return Reporters(())
+    resume_step = 0
+    if learner.step:
+        resume_step = learner.step + 1
     reporters = open_reporters(
         arguments.reporting,
         options_in_force(arguments),
         total_steps=data.num_rollout * steps_per_rollout(arguments),
-        resume_step=learner.step + 1 if learner.step else 0,
+        resume_step=resume_step,
         evaluates_again=evaluation.is_overdue,
         run=run_id,
     )

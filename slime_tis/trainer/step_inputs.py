@@ -63,6 +63,7 @@ def user_batch(
 ) -> dict[str, list[Any]]:
     """Returns the input of --custom-advantage-function-path for one step, in slime's names."""
     columns: dict[str, list[Any]] = loss_batch(tokens, step.batch.tokens)
+    # The function computes them.
     del columns["advantages"]
     return columns | {
         "tokens": columns["unconcat_tokens"],
@@ -107,12 +108,14 @@ def advantages_of(
     token_counts = []
     for unit in units:
         token_counts.append(sum(sum(sample.loss_mask) for sample in unit))
+    accepted_units = None
+    if accepted is not None:
+        accepted_units = grouped(accepted) > 0
+    given_advantages = None
+    if user_advantages is not None:
+        given_advantages = grouped(user_advantages)
     unit_advantages = advantages(
-        grouped(rewards),
-        grouped(token_counts),
-        policy,
-        None if accepted is None else grouped(accepted) > 0,
-        None if user_advantages is None else grouped(user_advantages),
+        grouped(rewards), grouped(token_counts), policy, accepted_units, given_advantages
     )
     return _per_sample(unit_advantages.flatten().tolist(), units)
 
@@ -167,6 +170,7 @@ def with_token_baseline(
         log_probs_BT,
         squares_BT,
         weights_BT=weights_BT,
+        # The rows are complete responses, so context-parallel ranks would count them twice.
         ranks=Ranks(data=ranks.data),
     )
     return _with_padded_advantages(steps, advantages_BT)
@@ -204,7 +208,9 @@ def with_token_rewards(
         tokens = step.batch.responses.to(parallel.device)
         kl_L = torch.zeros_like(tokens.loss_mask_L)
         if policy.kl_coef > 0:
-            old_L = tokens.rollout_log_probs_L if is_bypassed else tokens.old_log_probs_L
+            old_L = tokens.old_log_probs_L
+            if is_bypassed:
+                old_L = tokens.rollout_log_probs_L
             assert old_L is not None
             assert tokens.ref_log_probs_L is not None
             kl_L = kl_estimate(old_L, tokens.ref_log_probs_L, policy.kl_loss_type)

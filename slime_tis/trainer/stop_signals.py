@@ -78,9 +78,11 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         global _active
+        # Python lets only the main thread set handlers.
         if threading.current_thread() is not threading.main_thread():
             return self
         self._pipe = os.pipe()
+        # set_wakeup_fd refuses a pipe whose writes may block.
         os.set_blocking(self._pipe[1], False)
         thread = threading.Thread(
             target=self._watch, args=(self._pipe[0],), name="signals", daemon=True
@@ -89,7 +91,7 @@ class Interrupts:
         # Python writes each signal's number to the pipe, also while the main thread is in C code.
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in SIGNALS:
-            # nohup, and a shell for background jobs, make a process ignore signals
+            # nohup, and a shell for background jobs, make a process ignore signals.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, _leave_to_the_thread)
         _active = self
@@ -104,6 +106,8 @@ class Interrupts:
         os.close(self._pipe[1])  # which ends the thread
 
     def _restore(self) -> None:
+        """Sets the handlers that the process had before."""
+        # First: a signal in between must not write to a pipe that is about to close.
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -147,7 +151,8 @@ class Interrupts:
 
         def report() -> Failure:
             """Stores the failure if the store has none, and returns the stored one."""
-            return Failure(*json.loads(store.compare_set("failure", "", json.dumps(failure))))
+            stored = store.compare_set("failure", "", json.dumps(failure))
+            return Failure(*json.loads(stored))
 
         return _answer_in_time(report) or failure
 
@@ -202,8 +207,9 @@ class Interrupts:
             self._since = now
             if self._store is not None:
                 with suppress(RuntimeError):
+                    # A launcher sends the signal to the other ranks of a failed run.
                     if self._store.check(["failure"]):
-                        return  # a launcher sends the signal to the other ranks of a failed run
+                        return
                     self._store.set("signal", str(number))
             if self._rank == 0:
                 _write(f"{name}: the run saves and stops; a second signal ends it at once.")
@@ -265,10 +271,12 @@ def end_process(status: int, message: str = "") -> None:
 
     if message:
         _write(message)
+    # Servers and their workers would otherwise go on and occupy their GPUs.
     with suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 child.kill()
+    # Not sys.exit, which would only end the thread that calls it.
     os._exit(status)
 
 
@@ -280,6 +288,7 @@ def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
 
 
 def _write(message: str) -> None:
+    """Writes to stderr, even if its reader has gone."""
     with suppress(OSError, ValueError):
         sys.stderr.write(message + "\n")
         sys.stderr.flush()

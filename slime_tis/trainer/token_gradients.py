@@ -43,7 +43,7 @@ class TokenGradients:
         for values_L in (inputs.log_probs_L, inputs.entropy_L):
             if values_L.requires_grad:
                 values_L.register_hook(look)
-        # the gradient of a user's loss flows through the logits and bypasses the log-probs
+        # The gradient of a user's loss flows through the logits and bypasses the log-probs.
         if inputs.logits is not None and inputs.logits.requires_grad:
             inputs.logits.register_hook(look_at_logits)
 
@@ -66,7 +66,7 @@ class TokenGradients:
         are_finite = torch.cat(self._are_finite).float()
         columns = torch.stack([log_probs, are_finite], 1)
         columns_L = in_sample_order(columns, step.partition, tokens.lengths)
-        # NaN and infinity are preserved: context-parallel ranks add 0 for tokens of other ranks
+        # NaN and infinity are preserved: context-parallel ranks add 0 for tokens of other ranks.
         columns_N = parallel.ranks.over_context(tokens.slices.scatter(columns_L)).cpu()
         rows = columns_N.split(tokens.response_lengths)
         for is_at_fault in (_has_nonfinite_gradient, _has_nonfinite_log_prob):

@@ -42,7 +42,7 @@ def train(run: Run) -> None:
     while run.rollout_id < run.num_rollout:
         check_interrupts(run)
         run.checkpointer.position = position(run)
-        # a signal abandons the rollout at once until its first optimizer step, later after it
+        # Until the first optimizer step a signal abandons the rollout at once, later after it.
         with run.process.interrupts.abandonable():
             rollout = run.samples.next(run.rollout_id, run.learner.step)
             check_interrupts(run)
@@ -133,6 +133,7 @@ def report_rollout(run: Run) -> None:
     since the resumed run starts after them.
     """
     times = run.process.timer.take()
+    # The pipeline's schedule runs both passes in one call, so only their sum is timed.
     if "perf/forward_time" in times:
         times["perf/backward_time"] = (
             times["perf/forward_backward_time"] - times["perf/forward_time"]
@@ -200,14 +201,16 @@ def finish(run: Run) -> None:
     """
     run.checkpointer.complete()
     if run.process.arguments.megatron.save is not None:
-        check_interrupts(run)  # an interrupted run can be resumed, which then exports
+        # An interrupted run can be resumed, and then exports.
+        check_interrupts(run)
     if not run.process.arguments.loop.debug_rollout_only:
         export(run)
     evaluation = run.evaluation
     if evaluation.is_overdue:
+        # The signal that ended the evaluation ends the run, which then says how to resume.
         check_interrupts(run)
     if math.isnan(evaluation.last_accuracy):
-        # the run was resumed after its last rollout
+        # The run was resumed after its last rollout.
         evaluation(run.learner.step, run.rollout_id)
     if run.process.parallel.is_main and evaluation.prompts:
         print_line(evaluation.summary)

@@ -90,7 +90,9 @@ class TrainDump:
         self._thread.shutdown()
 
     def _write(self, rollout_id: int, steps: list[StepDump]) -> None:
-        from slime_tis.analysis.dumps.files import check_replaceable, write  # needs pyarrow, 25 MiB
+        """Writes the file of a rollout, or a warning."""
+        # Here, because pyarrow takes 25 MiB and a run without a dump does not need it.
+        from slime_tis.analysis.dumps.files import check_replaceable, write
 
         path = self._settings.path(rollout_id, self._rank)
         try:
@@ -142,7 +144,9 @@ def _with_measured_policy(
     rollout's log-probs, which the table has in another column, or an interpolation, which follows
     from other columns. Weights and criteria must be computed before, with the loss's π_old.
     """
-    old_policy = "recomputed" if settings.recomputes_old_policy else "current"
+    old_policy = "current"
+    if settings.recomputes_old_policy:
+        old_policy = "recomputed"
     return replace(
         table,
         old_log_prob=record.measured_log_probs_L.numpy(),
@@ -165,6 +169,7 @@ def sample_parts(sample: Sample, train_log_prob: Any, **columns: Any) -> SampleP
 
 
 def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> SampleParts:
+    """Returns a sample's columns with the values of its loss."""
     return sample_parts(
         sample,
         record.log_probs_L.numpy(),
@@ -188,7 +193,7 @@ def _experts(sample: Sample) -> Column | None:
     experts = sample.rollout_routed_experts
     if experts is None:
         return None
-    # the token before each response token predicts it
+    # The token before each response token predicts it.
     first = len(sample.tokens) - sample.response_length - 1
     rows: Column = experts[first : first + sample.response_length].numpy()
     if len(rows) != sample.response_length:  # the rollout engine recorded too few tokens

@@ -112,7 +112,7 @@ def saving_before_stopping(run: Run) -> Iterator[None]:
     except NonFiniteGradient as error:
         report(run, error.rows, run.learner.step + 1)
         if run.learner.step > checkpointer.position.step:
-            # steps of this rollout have changed the weights: drop the rest of the rollout
+            # Steps of this rollout have changed the weights: drop the rest of the rollout.
             end_rollout(run)
         raise RunStopped(f"error: {error} {checkpointer.save_before_stopping()}", 1) from error
     except RolloutUnavailable as error:

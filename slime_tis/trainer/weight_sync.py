@@ -236,13 +236,7 @@ def check_weight_sync(
     """
     after = f"parameter-sync error: after the update to step {sampler.weight_version}"
     check_caches(sampler, check.cache_probe, after)
-    for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
-        count = engine.parallel.largest(len(names))
-        if count:
-            first = f" (first: {names[0]!r})" if names else ""
-            raise ValueError(
-                f"{after} {count} tensors of {copy} differ from the sent tensors{first}."
-            )
+    check_tensors(engine.parallel, sampler, updates, after)
     precision, share = _expectation(engine, updates, check.trains_in)
     bound = check.bound
     if bound is None:
@@ -257,7 +251,9 @@ def check_weight_sync(
         batch = make_batch(
             [check.probe], [[1] * count], [log_probs], [[0] * count], context_rank, context_size
         )
-        if trained_L is None:  # the same for every copy
+        # The same for every copy.
+        if trained_L is None:
+            # Engines report a prompt's log-probs at temperature 1.
             with engine.at_temperature(1.0):
                 trained_L = engine.log_probs(batch, [[0]])
         received_L[copy] = batch.responses.rollout_log_probs_L.to(trained_L)
@@ -269,6 +265,7 @@ def check_weight_sync(
             check.trained_L,
         )
         comparisons.append(comparison)
+        # Negated, so that a gap of NaN is refused.
         if not comparison.gap <= bound:
             raise ValueError(
                 f"{after} the log-probs of a probe prompt differ by {comparison.gap:.3g} on average"
@@ -276,7 +273,8 @@ def check_weight_sync(
                 " that both run the same model, and raise the bound if this precision of the"
                 " rollout engine is intended."
             )
-        if share >= MIN_RECEIVED and len(check.probe) > MIN_TOKENS and comparison.is_missed(share):
+        must_move = share >= MIN_RECEIVED and len(check.probe) > MIN_TOKENS
+        if must_move and comparison.is_missed(share):
             raise ValueError(
                 f"{after} the log-probs of a probe prompt moved by {comparison.movement:.3g} on"
                 f" average in training and by {comparison.movement_received:.3g} in {copy}; check"
@@ -301,6 +299,22 @@ def check_caches(sampler: RolloutEngine, probe: Sequence[int], after: str) -> No
             )
 
 
+def check_tensors(
+    parallel: Parallel, sampler: RolloutEngine, updates: WeightUpdates, after: str
+) -> None:
+    """Raises ValueError if a copy of the weights differs from the sent tensors; a collective."""
+    for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
+        # A rank whose part of the tensors arrived must stop with the others.
+        count = parallel.largest(len(names))
+        if count:
+            first = ""
+            if names:
+                first = f" (first: {names[0]!r})"
+            raise ValueError(
+                f"{after} {count} tensors of {copy} differ from the sent tensors{first}."
+            )
+
+
 def _expectation(
     engine: TrainingEngine, updates: WeightUpdates, trains_in: Precision
 ) -> tuple[Precision | None, float]:
@@ -318,7 +332,7 @@ def _expectation(
         if updates.moved and coarser(trains_in, precision) == precision:
             received = updates.metrics().get("rollout/update_received", 1.0)
     level = engine.parallel.largest(level)  # 0 if no rank knows the precision
-    # `largest` compares integers: thousandths are fine enough
+    # `largest` compares integers; thousandths are fine enough.
     thousandths = round(1000 * min(max(received, 0.0), 1.0))
     share = engine.parallel.largest(thousandths) / 1000
     if level == 0:
@@ -357,7 +371,10 @@ def compare(
         r = received_L.double()
         n = trained_L.double()
         tokens, distance = total(torch.ones_like(n), (r - n).abs())
-        values["gap"] = math.inf if math.isnan(distance) else distance / tokens
+        values["gap"] = distance / tokens
+        # Infinite instead of NaN, so that comparisons with a bound see it as large.
+        if math.isnan(distance):
+            values["gap"] = math.inf
         if trained_earlier_L is not None:
             n_before = trained_earlier_L.double()
             dn = n - n_before
@@ -367,5 +384,7 @@ def compare(
                 dr = r - earlier_L.double()
                 product, moved = total(dr * dn, dr.abs())
                 values["movement_received"] = moved / tokens
-                values["received"] = product / square if square > 0 else math.nan
+                values["received"] = math.nan
+                if square > 0:
+                    values["received"] = product / square
     return parallel.broadcast_from_last_stage(Comparison(**values))

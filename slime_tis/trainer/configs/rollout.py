@@ -373,9 +373,12 @@ def _check_reward(config: RolloutConfig) -> None:
 def _check_reward_keys(config: RolloutConfig, name: str, weighted: list[str]) -> None:
     keys = RM_TYPES[base_name(name)]
     gives = f"--rm-type {name} gives {' and '.join(keys) or 'a number'}"
-    given = [("--reward-key", config.reward_key), ("--eval-reward-key", config.eval_reward_key)]
-    for key in weighted:
-        given.append(("--reward-weights", key))
+    given: list[tuple[str, str | None]] = [
+        ("--reward-key", config.reward_key),
+        ("--eval-reward-key", config.eval_reward_key),
+    ]
+    for weighted_key in weighted:
+        given.append(("--reward-weights", weighted_key))
     for flag, key in given:
         if key is not None and key not in keys:
             raise ValueError(f"{flag} is {key!r} but {gives}; change or remove it.")
