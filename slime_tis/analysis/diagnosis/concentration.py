@@ -44,8 +44,10 @@ def concentration(tokens: Tokens) -> str:
     total = float(size.sum())
     if len(samples) < MIN_SAMPLES or total == 0:
         return ""
-    ordered = np.sort(np.bincount(index, size))[::-1]
-    count = int(np.searchsorted(ordered.cumsum(), CARRIED * total)) + 1
+    size_S = np.bincount(index, size)
+    largest_first = np.sort(size_S)[::-1]
+    carried = largest_first.cumsum()
+    count = int(np.searchsorted(carried, CARRIED * total)) + 1
     share = count / len(samples)
     sentence = f"{count} of {len(samples)} samples carry {CARRIED:.0%} of the mismatch"
     properties = list(_properties(tokens, index, size / total))
@@ -54,7 +56,9 @@ def concentration(tokens: Tokens) -> str:
         return f"{sentence}; {common}"
     if share >= SPREAD_OUT:
         return f"{sentence}: it is spread over them"
-    compared = ", ".join(dict.fromkeys(each.kind for each in properties))
+    # A dict keeps the order of the kinds, and each kind once.
+    kinds = dict.fromkeys(each.kind for each in properties)
+    compared = ", ".join(kinds)
     return f"{sentence}, without a common property (compared: {compared})"
 
 
@@ -135,6 +139,7 @@ def _properties(tokens: Tokens, index: Integers, weight: Floats) -> Iterator[_Pr
         name = worker_name(tokens.workers, value)
         yield _Property(kind="server", words=f"of {name}", chosen=chosen)
     first = tokens.position == 0
+    # No sample has the number -1, so the last token of all ends its sample, too.
     last = np.diff(tokens.sample, append=-1) != 0
     yield _Property(kind="position", words="at the first position", chosen=first)
     yield _Property(kind="position", words="at the last position", chosen=last)

@@ -89,6 +89,7 @@ class Diagnosis:
     def overlaps(self) -> bool:
         """Whether several causes cover the same tokens: their shares add up to more than 1."""
         named = [finding.share for finding in self.findings if finding.cause != "unexplained"]
+        # Half a percent more than 1, which the text does not show.
         return self.tokens > 0 and sum(named) > 1.005
 
     @property
@@ -103,9 +104,10 @@ class Diagnosis:
         """Plain values for JSON."""
         values = dict(vars(self))
         del values["rest"]
-        values["findings"] = [
-            asdict(finding) | {"score": finding.score} for finding in self.findings
-        ]
+        findings = []
+        for finding in self.findings:
+            findings.append(asdict(finding) | {"score": finding.score})
+        values["findings"] = findings
         if not np.isfinite(self.mean_abs_log_ratio):
             # JSON has no NaN.
             values["mean_abs_log_ratio"] = None
@@ -143,13 +145,15 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     which_samples = ""
     if ranked[0].cause != "healthy":
         which_samples = concentration(tokens)
+    size = tokens.size
+    rest_share = float(size[~is_certain].sum() / max(size.sum(), 1e-12))
     result = Diagnosis(
         findings=ranked,
         tokens=len(tokens),
         samples=len(table),
         mean_abs_log_ratio=mean,
         concentration=which_samples,
-        rest_share=float(tokens.size[~is_certain].sum() / max(tokens.size.sum(), 1e-12)),
+        rest_share=rest_share,
     )
     rest = _to_score_again(table, tokens, is_certain, result.server)
     return replace(result, rest=rest)
@@ -312,11 +316,13 @@ def findings_of(tokens: Tokens) -> tuple[list[Finding], Mask]:
     """Returns all findings of the rules, unordered, and the tokens [N] of the certain ones."""
     deviation = token_rules.deviating_worker(tokens)
     if deviation is not None:
+        # First of all, because the tokens of a wrong server would hide the others' pattern.
         finding, of_worker = deviation
         return _findings_with_worker(tokens, finding, of_worker)
     total = max(float(tokens.size.sum()), 1e-12)
     findings = []
     is_certain = np.zeros(len(tokens), bool)
+    # `tokens` shrinks below; `rows` has the indices of the remaining ones among all.
     rows = np.arange(len(tokens))
     for token_rule in token_rules.RULES:
         verdict = token_rule(tokens)

@@ -36,13 +36,18 @@ def position(tokens: Tokens) -> Finding | None:
     # tokens.
     newest = tokens.of_newest_weights()
     quantiles = np.linspace(0, 1, POSITION_BINS + 1)
+    # Equal edges, which short responses have, count once.
     edges = np.unique(np.quantile(newest.position, quantiles).astype(np.int64))
     bins = len(edges) - 1
     if bins < MIN_POSITION_BINS or len(newest) < 10 * MIN_TOKENS:
         return None
     bin_N = np.searchsorted(edges, newest.position, side="right") - 1
+    # The last edge is the largest position, which belongs to the last bin.
     bin_N = np.clip(bin_N, 0, bins - 1)
-    noise = np.array([newest.only(bin_N == i).median_noise for i in range(bins)])
+    noises = []
+    for i in range(bins):
+        noises.append(newest.only(bin_N == i).median_noise)
+    noise = np.array(noises)
     first = noise[0]
     later = float(np.median(noise[1:]))
     last = noise[-1]
@@ -112,8 +117,9 @@ def moe_routing(tokens: Tokens) -> Finding | None:
 
 def share_of_largest_tenth(size: Floats) -> float:
     """Returns the share of the largest tenth in the sum."""
-    ordered = np.sort(size)[::-1]
-    return float(ordered[: max(len(ordered) // 10, 1)].sum() / max(ordered.sum(), 1e-12))
+    largest_first = np.sort(size)[::-1]
+    count = max(len(size) // 10, 1)
+    return float(largest_first[:count].sum() / max(size.sum(), 1e-12))
 
 
 MIN_SIGN_SHARE = 0.1
@@ -186,9 +192,11 @@ def reported_grid(log_probs: Floats) -> str:
     if len(values) < MIN_TOKENS:
         return ""
     # bf16 is the upper half of an fp32 number.
-    if ((values.view(np.uint32) & 0xFFFF) == 0).mean() > MIN_ON_GRID:
+    is_bf16 = (values.view(np.uint32) & 0xFFFF) == 0
+    if is_bf16.mean() > MIN_ON_GRID:
         return "bf16"
-    if (values.astype(np.float16).astype(np.float32) == values).mean() > MIN_ON_GRID:
+    is_fp16 = values.astype(np.float16).astype(np.float32) == values
+    if is_fp16.mean() > MIN_ON_GRID:
         return "fp16"
     return ""
 

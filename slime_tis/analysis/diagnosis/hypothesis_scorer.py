@@ -87,10 +87,10 @@ class HypothesisScorer:
 
         Lists with the same network and input share a forward pass.
         """
-        order = {name: index for index, name in enumerate(self.table)}
-        ordered = [tuple(sorted(edits, key=lambda edit: order[edit[0]])) for edits in lists]
+        ordered = self._in_order_of_table(lists)
         result: dict[Edits, list[Tensor]] = {}
         groups: dict[Edits, list[Edits]] = {}
+        # Two lists may differ only in their order, and are then scored once.
         for edits in dict.fromkeys(ordered):
             if "exchanged" in dict(edits):
                 result[edits] = self._exchanged(edits, samples)
@@ -101,26 +101,31 @@ class HypothesisScorer:
             result.update(zip(group, rows, strict=True))
         return [result[edits] for edits in ordered]
 
+    def _in_order_of_table(self, lists: Sequence[Edits]) -> list[Edits]:
+        """Returns the lists in the order in which an engine applies hypotheses."""
+        order = {name: index for index, name in enumerate(self.table)}
+
+        def place(edit: Edit) -> int:
+            name, _ = edit
+            return order[name]
+
+        return [tuple(sorted(edits, key=place)) for edits in lists]
+
     def logits(self, read: Input) -> Tensor:
         """Returns the logits [T, V] of one sample, divided by the temperature."""
         self.on_tokens(len(read.tokens))
         if self._model is None:
             return self._scorer(read.tokens, read.response) / read.temperature
-        device = self._model.device
         options: dict[str, Any] = {}
         start = 0
-        mask: Tensor | None = None
-        if read.mask is not None:
-            # Attention of transformers adds a float mask [batch, heads, S, S] to its scores.
-            mask = torch.where(read.mask, 0.0, torch.finfo(torch.float32).min)[None, None]
-            mask = mask.to(device, next(self._model.parameters()).dtype)
+        mask = self._float_mask(read)
         if read.cache is not None:
             options["past_key_values"] = read.cache()
             options["use_cache"] = True
         if read.prompt_network is not None and len(read.prompt) > 1:
             # The last prompt token predicts the first response token, so the response reads it.
             start = len(read.prompt) - 1
-            prompt = read.tokens[None, :start].to(device)
+            prompt = read.tokens[None, :start].to(self._model.device)
             prompt_mask = None
             if mask is not None:
                 prompt_mask = mask[..., :start, :start]
@@ -131,11 +136,20 @@ class HypothesisScorer:
         if mask is not None:
             # The keys of a cached prompt stay.
             options["attention_mask"] = mask[..., start:, :]
-        options["position_ids"] = read.positions[None, start:].to(device)
+        options["position_ids"] = read.positions[None, start:].to(self._model.device)
         with ExitStack() as stack:
             if read.network is not None:
                 stack.enter_context(read.network(self._model, 1.0))
-            return self._scorer(read.tokens[start:], read.response, **options) / read.temperature
+            logits = self._scorer(read.tokens[start:], read.response, **options)
+        return logits / read.temperature
+
+    def _float_mask(self, read: Input) -> Tensor | None:
+        """Returns a sample's mask as transformers takes it; None if the model makes it."""
+        if read.mask is None:
+            return None
+        # Attention of transformers adds a float mask [batch, heads, S, S] to its scores.
+        mask = torch.where(read.mask, 0.0, torch.finfo(torch.float32).min)[None, None]
+        return mask.to(self._model.device, next(self._model.parameters()).dtype)
 
     def log_probs(self, logits: Tensor, sample: Input, edits: Edits = ()) -> Tensor:
         """Returns the log-probs [T] of the response, after the changes of the logits."""
@@ -153,14 +167,23 @@ class HypothesisScorer:
 
     def _with_pass(self, edits: Edits) -> Edits:
         """Returns the hypotheses that need a forward pass."""
-        return tuple(edit for edit in edits if self.table[edit[0]].cost)
+        with_pass = []
+        for name, value in edits:
+            if self.table[name].cost:
+                with_pass.append((name, value))
+        return tuple(with_pass)
 
     def _exchanged(self, edits: Edits, samples: Sequence[int]) -> list[Tensor]:
         """Returns the log-probs of samples that report those of other samples."""
-        exchange = tuple(edit for edit in edits if edit[0] == "exchanged")
-        others = tuple(edit for edit in edits if edit[0] != "exchanged")
+        exchange = []
+        others = []
+        for name, value in edits:
+            if name == "exchanged":
+                exchange.append((name, value))
+            else:
+                others.append((name, value))
         # The other samples may be outside of `samples`, so all are scored.
-        rows = self._reported(self.rows(others), exchange)
+        rows = self._reported(self.rows(tuple(others)), tuple(exchange))
         return [rows[i] for i in samples]
 
     def _pass(
@@ -188,8 +211,9 @@ class HypothesisScorer:
                     row[i] = self._rows[()][i]
             else:
                 reads[i] = read
-        old = list(kept.items()) if kept else []
-        for i, logits in chain(old, self._network_logits(network, reads)):
+        # A copy, because the loop adds entries.
+        earlier = list((kept or {}).items())
+        for i, logits in chain(earlier, self._network_logits(network, reads)):
             if kept is not None:
                 kept[i] = logits
             for row, edits in zip(rows, lists, strict=True):
@@ -205,6 +229,7 @@ class HypothesisScorer:
         """Returns the kept logits under `network` by sample, to be filled; None to keep none."""
         response_tokens = sum(self._inputs[i].response for i in samples)
         logits_bytes = 4 * self._vocabulary * response_tokens
+        # A single list is scored once, so that its logits are not needed again.
         if samples is not self._fitted or len(lists) == 1 or logits_bytes > MAX_CACHED:
             return None
         if self._kept_network != network:
@@ -214,12 +239,16 @@ class HypothesisScorer:
 
     def _may_skip(self, network: Edits, lists: Sequence[Edits]) -> bool:
         """Whether samples whose input stays have the log-probs of the reference."""
-        changes_network = any(self.table[name].network for name, _ in network)
-        changes_logits = any(
-            self.table[name].logits or self.table[name].reported
-            for name, _ in chain.from_iterable(lists)
-        )
-        return () in self._rows and not changes_network and not changes_logits
+        # The rows of the reference are computed first, by `Search`.
+        if () not in self._rows:
+            return False
+        for name, _ in network:
+            if self.table[name].network:
+                return False
+        for name, _ in chain.from_iterable(lists):
+            if self.table[name].logits or self.table[name].reported:
+                return False
+        return True
 
     def _network_logits(
         self, network: Edits, reads: Mapping[int, Input]

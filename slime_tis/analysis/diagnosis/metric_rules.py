@@ -193,6 +193,7 @@ def run_statistics(rows: Rows) -> dict[str, float]:
     if len(gaps) >= MIN_GAPS:
         mean = fmean(gaps)
         variance = fmean((gap - mean) ** 2 for gap in gaps)
+        # The addend avoids a division by 0 if all gaps are equal.
         error = (variance / len(gaps)) ** 0.5 + 1e-9
         statistics["gap in standard errors"] = mean / error
     for ratio, (numerator, denominator) in RATIOS.items():
@@ -228,6 +229,7 @@ def _growth(metric: MismatchMetric, values: Values) -> float:
 
 
 def _growth_rule(metric: MismatchMetric) -> Rule:
+    """Returns the rule that a mismatch metric grows."""
     name = metric.name
     return Rule(
         cause="weights_not_updated",
@@ -241,6 +243,7 @@ def _growth_rule(metric: MismatchMetric) -> Rule:
 
 
 def _noise_rule(metric: MismatchMetric) -> Rule:
+    """Returns the rule that a mismatch metric is visible."""
     return Rule(
         cause="rounding",
         metric=f"mean {metric.name}",
@@ -254,6 +257,7 @@ def _noise_rule(metric: MismatchMetric) -> Rule:
 
 
 def _limit_rule(metric: MismatchMetric) -> Rule:
+    """Returns the rule that a mismatch metric is too large for precision and staleness."""
     name = metric.name
     return Rule(
         cause="unexplained",

@@ -227,7 +227,9 @@ def explain_disagreement(
     table = samples
     if not isinstance(table, TokenTable):
         table = TokenTable.from_parts(table, {"temperature": temperature})
-    score: Scorer = HfScorer(scorer) if isinstance(scorer, torch.nn.Module) else scorer
+    score: Scorer = scorer
+    if isinstance(scorer, torch.nn.Module):
+        score = HfScorer(scorer)
     rescored = rescore(table, score, with_progress=with_progress)
     search = Search(table, score, rescored.step, rescored.engine, tokenizer)
     search.add(others or {})
@@ -270,6 +272,7 @@ def _mismatch_elsewhere(table: TokenTable, fitted_step: int | None) -> str:
 def _progress(search: Search) -> Iterator[None]:
     """Prints the size of a search to stderr, and shows the progress."""
     sample = search.inputs[search.fitted[0]]
+    # The time of one pass, for the estimate that is printed.
     start = time.perf_counter()
     with torch.inference_mode():
         search.scorer.logits(sample)
@@ -336,6 +339,7 @@ class _Case:
         if ranked[0].share >= PARTIAL or is_noise:
             causes = ranked[:1]
         others = ranked[len(causes) :]
+        # A second cause is tried only if the first may leave a part.
         if causes and self._explanation(causes[0]).interval[0] < PROVEN:
             both, rest = self._with_second(causes[0], others)
             if not is_noise or both[-1].share >= PROVEN > causes[0].share:
@@ -496,6 +500,7 @@ class _Case:
         return shares
 
     def _explanation(self, measured: Measured) -> Explanation:
+        """Returns a hypothesis with the interval of its share."""
         low, high = np.quantile(self._shares(measured), [0.025, 0.975]).tolist()
         return Explanation(
             name=measured.name, value=measured.value, share=measured.share, interval=(low, high)
@@ -508,6 +513,7 @@ class _Case:
 
     @property
     def _engine(self) -> str:
+        """The wrong engine, at the start of a sentence."""
         if self.rescored.engine == "rollout":
             return "The rollout engine"
         return "Training"

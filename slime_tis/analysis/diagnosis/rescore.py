@@ -59,7 +59,9 @@ class Rescored:
         """The engine that differs more from fp32, rollout or training; empty if neither differs."""
         if max(self.train_error, self.rollout_error) < NEGLIGIBLE_ERROR:
             return ""
-        return "rollout" if self.rollout_error >= self.train_error else "training"
+        if self.rollout_error >= self.train_error:
+            return "rollout"
+        return "training"
 
     @property
     def verdict(self) -> str:
@@ -298,7 +300,8 @@ def _largest(
     seen: set[tuple[bytes, int]] = set()
     first: list[int] = []
     others: list[int] = []
-    for i in samples[np.argsort(-mean[samples], kind="stable")].tolist():
+    order = np.argsort(-mean[samples], kind="stable")
+    for i in samples[order].tolist():
         worker = -1
         if table.rollout_worker is not None:
             worker = int(table.rollout_worker[table.offsets[i]])
@@ -322,6 +325,7 @@ def _compare(
     """Returns the errors on the chosen samples; None if they have no valid tokens."""
     assert table.token is not None and table.prompt is not None
     temperature = float(table.metadata.get("temperature") or 1.0)
+    # concatenate takes no empty list, so each begins with an empty array.
     train = [np.zeros(0)]
     rollout = [np.zeros(0)]
     for i in chosen:
@@ -331,8 +335,9 @@ def _compare(
         rows = slice(start, end)
         valid = table.valid[rows]
         ids = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))
-        log_probs = (scorer(ids, rows.stop - rows.start) / temperature).log_softmax(-1)
-        reference = log_probs.gather(1, ids[len(prompt) :, None])[:, 0].numpy()[valid]
+        logits = scorer(ids, rows.stop - rows.start) / temperature
+        of_tokens = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+        reference = of_tokens.numpy()[valid]
         train.append(np.abs(table.policy_log_prob[rows][valid] - reference))
         rollout.append(np.abs(table.rollout_log_prob[rows][valid] - reference))
         progress.update()

@@ -248,8 +248,9 @@ def temperature(tokens: Tokens) -> Finding:
     # Limits the influence of a few large tokens.
     weight = 1 / np.sqrt(size.mean() + size)
     solution, *_ = np.linalg.lstsq(design * weight[:, None], log_ratio * weight, rcond=None)
-    residual = (((log_ratio - design @ solution) * weight) ** 2).sum()
-    explained = 1 - float(residual / ((log_ratio * weight) ** 2).sum())
+    residual = (log_ratio - design @ solution) * weight
+    total = log_ratio * weight
+    explained = 1 - float((residual**2).sum() / (total**2).sum())
     slope = float(solution[0])
     confidence = ramp(explained, *EXPLAINED)
     if has_entropy:
@@ -257,6 +258,7 @@ def temperature(tokens: Tokens) -> Finding:
         negative = np.maximum(-remainder, 0).sum() / max(np.abs(remainder).sum(), 1e-12)
         follows_series = ramp(float(negative), *NEGATIVE_REMAINDER)
         confidence = max(confidence, ramp(explained, *EXPLAINED_BY_SERIES) * follows_series)
+    # slope = 1 − T_train/T_rollout for small differences; the bound keeps the ratio finite.
     ratio = 1 / max(1 - slope, 0.05)
     if not 1 / LARGEST_TEMPERATURE <= ratio <= LARGEST_TEMPERATURE:
         confidence = 0.0
@@ -320,6 +322,7 @@ def logit_bias(tokens: Tokens) -> Finding | None:
     candidates = [(0.0, 0, 1)]
     for sign in (1, -1):
         size = np.bincount(index, np.maximum(sign * tokens.log_ratio, 0), len(ids))
+        # Rare ids come last in the order below.
         size[counts < MIN_BIASED] = -1
         for i in np.argsort(-size)[:CANDIDATES].tolist():
             candidates.append((_opposite_signs(sign * tokens.log_ratio, index == i), i, sign))
@@ -344,6 +347,7 @@ def _opposite_signs(log_ratio: Floats, changed: Mask) -> float:
 
 
 def _signs_in_words(sign: int, changed: str) -> str:
+    """Returns the sign of Δ of the changed and of the other tokens, as a sentence."""
     if sign > 0:
         return f"Δ is positive for {changed}, and negative for all others"
     return f"Δ is negative for {changed}, and positive for all others"

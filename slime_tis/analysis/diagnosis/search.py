@@ -10,7 +10,7 @@ mismatch ends the search before costlier ones.
 Shapes: T response tokens of a sample, B samples.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,9 @@ class Search:
             self.max_refined = LARGE_REFINED
         limit = int(min(max(SCORED_WORK / parameters, MIN_SCORED), MAX_SCORED))
         self.inputs, self.delta, self.second = _samples(table, step, limit)
-        self.sign = -1.0 if engine == "training" else 1.0
+        self.sign = 1.0
+        if engine == "training":
+            self.sign = -1.0
         self.all = range(len(self.inputs))
         self.held_out = self.all[1::2]
         sizes = _sizes(self.delta)
@@ -201,16 +203,21 @@ class Search:
 
     def largest_work(self) -> int:
         """Returns the tokens of the forward passes of a search that nothing settles early."""
-        fitted = sum(len(self.inputs[i].tokens) for i in self.fitted)
-        held_out = sum(len(self.inputs[i].tokens) for i in self.held_out)
+        fitted = self._tokens(self.fitted)
+        held_out = self._tokens(self.held_out)
         passes = 0
         stages = set()
         for name, hypothesis in self.table.items():
             if hypothesis.cost:
                 stages.add(self._stage(name))
                 passes += len(hypothesis.values)
+        # A refinement tries a value on either side.
         passes += 2 * self.rounds * self.max_refined * len(stages)
         return passes * fitted + MEASURED * held_out
+
+    def _tokens(self, samples: Sequence[int]) -> int:
+        """Returns the number of tokens of some samples, prompts included."""
+        return sum(len(self.inputs[i].tokens) for i in samples)
 
     def ranked(self, fixed: Edits = ()) -> list[Measured]:
         """Fits and measures the hypotheses in addition to the fixed ones.
@@ -226,17 +233,17 @@ class Search:
             # Next to it each candidate with a forward pass would score all samples again.
             names = [name for name in names if not self.table[name].cost]
         best: dict[str, Fit] = {}
-        before = float(self._remaining([fixed], self.fitted)[0].sum())
-        for number in sorted({self._stage(name) for name in names}):
+        (left,) = self._remaining([fixed], self.fitted)
+        before = float(left.sum())
+        numbers = {self._stage(name) for name in names}
+        for number in sorted(numbers):
             stage = [name for name in names if self._stage(name) == number]
             best |= self._fit(fixed, stage, before)
             if not fixed:
                 for fit in best.values():
                     self.shares[fit.name] = 1 - fit.remaining / max(before, TINY)
-            # Rounded, so that of equally good hypotheses the cheaper one comes first.
-            order = sorted(
-                best.values(), key=lambda fit: round(fit.remaining / max(before, TINY), 4)
-            )
+            order = _best_first(best.values(), before)
+            # Only a look at the held-out samples can settle the search, and it costs passes.
             if order[0].remaining < (1 - SETTLED + SETTLED_MARGIN) * before:
                 measured = self.measure(fixed, [fit.edit for fit in order[:MEASURED]])
                 if measured[0].share >= SETTLED:
@@ -280,8 +287,12 @@ class Search:
             remaining = left.double().numpy()
             share = float(1 - remaining.sum() / max(self.before.sum(), TINY))
             measured.append(Measured(name=name, value=value, remaining=remaining, share=share))
-        # At equal shares a logit bias comes last, because it has up to eight fitted parameters.
-        return sorted(measured, key=lambda each: (-round(each.share, 4), each.name == "logit bias"))
+
+        def place(each: Measured) -> tuple[float, bool]:
+            # At equal shares a logit bias comes last, because it has up to eight fitted parameters.
+            return -round(each.share, 4), each.name == "logit bias"
+
+        return sorted(measured, key=place)
 
     def change(self, i: int) -> Tensor:
         """Returns the wrong engine's log-probs [T] minus the reference's; 0 if Δ does not count."""
@@ -300,13 +311,16 @@ class Search:
         has_pass = bool(self.table[names[0]].cost)
         steps = self._first_steps(best, before, has_pass=has_pass)
         # Without a forward pass, a round costs nothing.
-        rounds = self.rounds if has_pass else ROUNDS
+        rounds = ROUNDS
+        if has_pass:
+            rounds = self.rounds
         for _ in range(rounds):
             neighbors: list[Edit] = []
             for name, step in steps.items():
                 hypothesis = self.table[name]
                 low = min(hypothesis.values)
                 for value in (best[name].value - step, best[name].value + step):
+                    # A grid with negative values has no smallest size.
                     if low < 0 or value > MIN_OF_GRID * low:
                         neighbors.append((name, value))
                 steps[name] = STEP_FACTOR * step
@@ -359,10 +373,14 @@ class Search:
         These are biases of single tokens, and a lowest log-prob.
         """
         samples = [self.inputs[i] for i in self.fitted]
+        # NaN marks tokens that do not count.
         counts = torch.cat([self.delta[i] for i in self.fitted]).isfinite()
-        logits = torch.cat([self.scorer.logits(sample) for sample in samples])[counts]
-        target = torch.cat([sample.tokens[-sample.response :] for sample in samples])[counts]
-        change = torch.cat([self.change(i) for i in self.fitted])[counts]
+        logits = torch.cat([self.scorer.logits(sample) for sample in samples])
+        target = torch.cat([sample.tokens[-sample.response :] for sample in samples])
+        change = torch.cat([self.change(i) for i in self.fitted])
+        logits = logits[counts]
+        target = target[counts]
+        change = change[counts]
         bias = logit_bias(logits, target, change)
         if bias is not None:
             # The table has the order in which an engine applies the hypotheses.
@@ -388,15 +406,28 @@ class Search:
             for i in self.fitted:
                 sample = self.inputs[i]
                 output = self.model(sample.tokens[None].to(self.model.device))
+                # The logits of a token predict the next one.
                 logits = output.logits[0, -sample.response - 1 : -1].float().cpu()
                 log_probs = self.scorer.log_probs(logits / sample.temperature, sample)
-                (log_probs * self.change(i)).sum().backward()
+                product = (log_probs * self.change(i)).sum()
+                # One sample at a time: the gradients add up in the parameters.
+                product.backward()
         gradient = {}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 gradient[name] = parameter.grad
         self.model.zero_grad()
         return gradient
+
+
+def _best_first(fits: Iterable[Fit], before: float) -> list[Fit]:
+    """Sorts fits by the share of the mismatch `before` that they leave."""
+
+    def share(fit: Fit) -> float:
+        # Rounded, so that of equally good hypotheses the cheaper one comes first.
+        return round(fit.remaining / max(before, TINY), 4)
+
+    return sorted(fits, key=share)
 
 
 def _have_equal_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
@@ -427,42 +458,53 @@ def _samples(
     chosen = np.flatnonzero(fits)
     if len(chosen) > MAX_SAMPLES:
         chosen = _chosen_blocks(table, chosen)
-    second = table.old_log_prob
-    if table.metadata.get("old_policy") in ("rollout", "interpolated"):
-        # This log π_old is no scoring by training.
-        second = table.policy_log_prob
-    elif table.policy_log_prob is table.old_log_prob:
-        second = table.train_log_prob
-    temperature = float(table.metadata.get("temperature") or 1.0)
+    second = _second_scoring(table)
     longest = limit // FULL_SAMPLES
     inputs: list[Input] = []
     deltas: list[Tensor] = []
     differences: list[Tensor] = []
     for i in chosen.tolist():
-        prompt = table.prompt[i]
-        response = min(int(table.response_length[i]), max(longest - len(prompt), MIN_RESPONSE))
+        longest_response = max(longest - len(table.prompt[i]), MIN_RESPONSE)
+        response = min(int(table.response_length[i]), longest_response)
         start = int(table.offsets[i])
         rows = slice(start, start + response)
-        tokens = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))
-        limit -= len(tokens)
+        sample = _input(table, i, rows)
+        limit -= len(sample.tokens)
         if limit < 0:
             break
-        experts = None
-        if table.experts is not None:
-            experts = torch.from_numpy(table.experts[rows])
-        sample = Input(
-            tokens=tokens,
-            response=response,
-            positions=torch.arange(len(tokens)),
-            temperature=temperature,
-            trained=torch.from_numpy(table.loss_mask[rows] > 0),
-            experts=experts,
-        )
         delta = np.where(table.valid[rows], table.log_ratio[rows], np.nan)
+        difference = second[rows] - table.policy_log_prob[rows]
         inputs.append(sample)
         deltas.append(torch.from_numpy(delta).float())
-        differences.append(torch.from_numpy(second[rows] - table.policy_log_prob[rows]).float())
+        differences.append(torch.from_numpy(difference).float())
     return inputs, deltas, differences
+
+
+def _second_scoring(table: TokenTable) -> NDArray[Any]:
+    """Returns training's other log-probs of the same weights [N], or the same ones again."""
+    if table.metadata.get("old_policy") in ("rollout", "interpolated"):
+        # This log π_old is no scoring by training.
+        return table.policy_log_prob
+    if table.policy_log_prob is table.old_log_prob:
+        return table.train_log_prob
+    return table.old_log_prob
+
+
+def _input(table: TokenTable, i: int, rows: slice) -> Input:
+    """Returns sample i with the response tokens in `rows`."""
+    assert table.token is not None and table.prompt is not None
+    ids = np.concatenate([table.prompt[i], table.token[rows]]).astype(np.int64)
+    experts = None
+    if table.experts is not None:
+        experts = torch.from_numpy(table.experts[rows])
+    return Input(
+        tokens=torch.from_numpy(ids),
+        response=rows.stop - rows.start,
+        positions=torch.arange(len(ids)),
+        temperature=float(table.metadata.get("temperature") or 1.0),
+        trained=torch.from_numpy(table.loss_mask[rows] > 0),
+        experts=experts,
+    )
 
 
 def _chosen_blocks(table: TokenTable, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -477,9 +519,12 @@ def _chosen_blocks(table: TokenTable, samples: NDArray[np.int64]) -> NDArray[np.
     count = MAX_SAMPLES // BLOCK
     largest = np.argsort(-block_size, kind="stable")[: count // 2]
     others = np.setdiff1d(np.arange(len(starts)), largest)
-    spread = others[np.linspace(0, len(others) - 1, count - len(largest)).astype(int)]
+    places = np.linspace(0, len(others) - 1, count - len(largest)).astype(int)
+    spread = others[places]
     blocks = np.sort(np.concatenate([largest, spread]))
-    chosen: NDArray[np.int64] = samples[(starts[blocks][:, None] + np.arange(BLOCK)).ravel()]
+    # [blocks, BLOCK] indices of samples, block by block.
+    index = starts[blocks][:, None] + np.arange(BLOCK)
+    chosen: NDArray[np.int64] = samples[index.ravel()]
     return chosen
 
 
@@ -505,7 +550,8 @@ def _sizes(rows: Sequence[Tensor]) -> Tensor:
         return torch.zeros(0)
     sizes = []
     for row in rows:
-        sizes.append(row.nan_to_num(0.0, MAX_SIZE, -MAX_SIZE).abs().clamp(max=MAX_SIZE).sum())
+        size = row.nan_to_num(0.0, MAX_SIZE, -MAX_SIZE).abs().clamp(max=MAX_SIZE)
+        sizes.append(size.sum())
     return torch.stack(sizes)
 
 
@@ -518,7 +564,10 @@ def _step(hypothesis: Hypothesis, value: float) -> float:
     if len(hypothesis.values) < 3:
         return 0.0
     if not hypothesis.is_integer:
-        return 0.5 * min(abs(other - value) for other in hypothesis.values if other != value)
+        distances = [abs(other - value) for other in hypothesis.values if other != value]
+        return 0.5 * min(distances)
     below = [value - other for other in hypothesis.values if other < value]
     above = [other - value for other in hypothesis.values if other > value]
-    return float(int(0.5 * max(min(below, default=0.0), min(above, default=0.0))))
+    # At an end of the grid there is no value on one side.
+    larger = max(min(below, default=0.0), min(above, default=0.0))
+    return float(int(0.5 * larger))

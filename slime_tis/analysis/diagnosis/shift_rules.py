@@ -45,6 +45,7 @@ def _matches_sample(tokens: Tokens, lag: int) -> Mask:
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
     ends = np.append(starts[1:], len(tokens))
     mask = np.zeros(len(tokens), bool)
+    # Without the first or last samples, which have no partner.
     for i in range(max(-lag, 0), len(starts) - max(lag, 0)):
         start = starts[i]
         other_start = starts[i + lag]
@@ -111,18 +112,20 @@ def misaligned(tokens: Tokens) -> Verdict:
             mask[suspects[i]] = True
     lag = int(np.median([each.lag for each in shifted.values()]))
     changes = sum(each.lag_changes for each in shifted.values())
-    if changes > RETOKENIZED_SHARE * len(shifted):
+    # A shift has one lag; retokenized text gains or loses tokens in the middle.
+    is_retokenized = changes > RETOKENIZED_SHARE * len(shifted)
+    cause = "shifted_tokens"
+    detail = f"by {lag:+d}"
+    shifted_part = "the whole sample"
+    if is_retokenized:
         cause = "retokenised"
         detail = ""
         shifted_part = "their tails"
-    else:
-        cause = "shifted_tokens"
-        detail = f"by {lag:+d}"
-        shifted_part = "the whole sample"
+    aligned = len(worst) + len(others)
     evidence = (
         (
-            f"the log-probs of {len(shifted)} of {len(worst) + len(others)} samples with a large"
-            f" mismatch agree after a shift of {shifted_part}"
+            f"the log-probs of {len(shifted)} of {aligned} samples with a large mismatch agree"
+            f" after a shift of {shifted_part}"
         ),
         (
             f"the median shift is {lag:+d} tokens; {by_chance} of {len(controls)} samples agree"
@@ -168,6 +171,7 @@ def _aligned(
         # The tail of a long sample is not aligned; it continues as the last aligned token does.
         if is_shifted[-1]:
             rows = np.append(rows, suspects[i][ALIGNED_TOKENS:])
+        # A shifted sample is shifted from its first token on, except for one that agrees by chance.
         first_half = is_shifted[: max(len(path) // 2, 1)]
         starts_aligned = (~first_half).sum() >= 2
         lags = path[is_shifted]
@@ -187,7 +191,8 @@ def _shifted_by_chance(
     for i, j in zip(controls, np.roll(controls, CONTROL_DISTANCE), strict=True):
         rows = suspects[i][:ALIGNED_TOKENS]
         other = suspects[j][: len(rows)]
-        count += int(_shifts(tokens.train[rows], tokens.rollout[other]) is not None)
+        if _shifts(tokens.train[rows], tokens.rollout[other]) is not None:
+            count += 1
     return count
 
 
@@ -256,6 +261,7 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
     columns = np.arange(len(LAGS))
     cost_TK = _lag_costs(train, rollout)
     # best: the lowest cost of the tokens so far, by the lag of the last token.
+    # Column 0 is the lag 0, the only one that costs nothing at the start.
     best = cost_TK[0] + START * (columns > 0)
     came_from = np.zeros((tokens, len(LAGS)), np.int64)
     for t in range(1, tokens):
@@ -285,6 +291,7 @@ def _lag_costs(train: Floats, rollout: Floats) -> Floats:
     tokens = len(train)
     cost_TK = np.full((tokens, len(LAGS)), OUTSIDE)
     for column, lag in enumerate(LAGS):
+        # The tokens whose partner, `lag` tokens on, is in the sample.
         low = max(0, -lag)
         high = min(tokens, tokens - lag)
         if high > low:

@@ -47,6 +47,7 @@ def deviating_worker(tokens: Tokens) -> Verdict:
         return None
     size = np.bincount(unit_N, compared.size)
     uncertainty = np.bincount(unit_N, compared.uncertainty)
+    # The argsort of an argsort gives ranks; from 1, so that a mean is never 0.
     rank = np.argsort(np.argsort(size / uncertainty)) + 1.0
     chance = np.random.default_rng(0)
     noise = _relative_to_others(size, uncertainty, worker)
@@ -94,6 +95,7 @@ def _happens_by_chance(
     """Whether a random assignment of units to servers makes a ratio as large."""
     for _ in range(PERMUTATIONS):
         ratio = _relative_to_others(value, weight, chance.permutation(worker))
+        # Negated, so that NaN counts as chance.
         if not ratio.max() < largest:
             return True
     return False
@@ -118,12 +120,15 @@ def converted(tokens: Tokens) -> Verdict:
     is_small = np.abs(tokens.log_ratio).mean() < NEGLIGIBLE_DIFFERENCE
     if tokens.finite.sum() < MIN_TOKENS or is_small:
         return None
-    return (
-        _not_log_probs(tokens) or _another_unit(tokens) or _cumulative(tokens) or _bounded(tokens)
-    )
+    for rule in (_not_log_probs, _another_unit, _cumulative, _bounded):
+        verdict = rule(tokens)
+        if verdict is not None:
+            return verdict
+    return None
 
 
 def _not_log_probs(tokens: Tokens) -> Verdict:
+    """Many of the reported numbers are above 0."""
     positive = (tokens.rollout[tokens.finite] > POSITIVE).mean()
     if positive <= MAX_POSITIVE:
         return None
@@ -132,6 +137,7 @@ def _not_log_probs(tokens: Tokens) -> Verdict:
 
 
 def _another_unit(tokens: Tokens) -> Verdict:
+    """The reported numbers are a line through training's log-probs, found by least squares."""
     finite = tokens.only(tokens.finite)
     design = np.stack([finite.train, np.ones(len(finite))], axis=1)
     (factor, offset), *_ = np.linalg.lstsq(design, finite.rollout, rcond=None)
@@ -173,6 +179,7 @@ def _cumulative(tokens: Tokens) -> Verdict:
     """The rollout log-prob of a token is the sum of the log-probs up to it."""
     is_first = np.diff(tokens.sample, prepend=-1) != 0
     before = np.where(is_first, 0.0, np.roll(tokens.rollout, 1))
+    # inf − inf is NaN, and tokens that are not finite do not count below.
     with np.errstate(invalid="ignore"):
         error = np.abs(tokens.rollout - before - tokens.train)
     is_sum = tokens.finite & (error < FACTOR_ERROR * np.maximum(-tokens.rollout, 1.0))
@@ -188,6 +195,7 @@ def _cumulative(tokens: Tokens) -> Verdict:
 
 
 def _bounded(tokens: Tokens) -> Verdict:
+    """Unlikely tokens share one log-prob, which no reported log-prob falls below."""
     wrong = tokens.finite & (tokens.size > PLACEHOLDER_SIZE)
     values, counts = np.unique(tokens.rollout[wrong], return_counts=True)
     if counts.max(initial=0) < MIN_TOKENS:
@@ -260,12 +268,14 @@ def mask_mistake(tokens: Tokens) -> Verdict:
         if run_N[mask].mean() < MIN_RUN:
             # A kernel may give NaN for two neighbors.
             return None
+    # Each token of a run of n counts as 1/n runs.
+    runs = (1 / run_N[mask]).sum()
     evidence = (
         (
             f"{mask.sum()} of {len(tokens)} trained tokens ({mask.mean():.2%}) have {value} from"
             " the rollout engine"
         ),
-        f"they form runs of {mask.sum() / (1 / run_N[mask]).sum():.1f} tokens on average",
+        f"they form runs of {mask.sum() / runs:.1f} tokens on average",
     )
     return Finding("mask_mistake", evidence, 0.95), mask
 
@@ -301,6 +311,7 @@ def broken_tokens(tokens: Tokens) -> Verdict:
     ordinary_N = _ordinary_size(tokens)
     bound_N = np.maximum(BROKEN_SIZE, BROKEN_RATIO * ordinary_N)
     outlying = tokens.finite & (tokens.size >= np.minimum(bound_N, MAX_SIZE))
+    # No size is above MAX_SIZE, so without a NaN such a bound shows nothing.
     if not broken.any():
         outlying &= bound_N <= MAX_SIZE
     mask = broken | outlying
@@ -346,8 +357,10 @@ def _ordinary_size(tokens: Tokens) -> Floats:
     stale = (tokens.staleness > 0) & tokens.finite
     step_and_age = np.stack([tokens.step, tokens.staleness])[:, stale]
     _, group, counts = np.unique(step_and_age, axis=1, return_inverse=True, return_counts=True)
+    # Sorted by group, the members of each group are adjacent.
     rows = np.flatnonzero(stale)[np.argsort(group.ravel(), kind="stable")]
-    for members in np.split(rows, np.cumsum(counts)[:-1]):
+    ends = np.cumsum(counts)
+    for members in np.split(rows, ends[:-1]):
         if len(members) >= MIN_TOKENS:
             ordinary_N[members] = np.quantile(tokens.size[members], 0.95)
     return ordinary_N

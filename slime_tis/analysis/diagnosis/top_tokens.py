@@ -134,7 +134,10 @@ def _best_pattern(
             *_biases(token, d),
             _temperature(train, d),
         )
-        holding = [pattern for pattern in patterns if pattern is not None and pattern.holds(noise)]
+        holding = []
+        for pattern in patterns:
+            if pattern is not None and pattern.holds(noise):
+                holding.append(pattern)
         if holding:
             return min(holding, key=lambda pattern: pattern.residual / pattern.size)
     if mean < max(noise, NEGLIGIBLE_DIFFERENCE):
@@ -236,6 +239,7 @@ def _temperature(train: Array, d: Array) -> _Pattern | None:
     counts = np.abs(x) > MIN_DISTANCE
     slope = 0.0
     if counts.any():
+        # A median, because a penalty or a bias changes single tokens by nats.
         slope = _weighted_median(y[counts] / x[counts], np.abs(x[counts]))
     if not 1 / MAX_TEMPERATURE <= 1 - slope <= MAX_TEMPERATURE:
         return None
@@ -253,6 +257,8 @@ def _mean(values: Array) -> float:
 
 
 def _weighted_median(values: Array, weights: Array) -> float:
+    """Returns the value at which half of the weight is reached."""
     order = np.argsort(values)
     total = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(total, total[-1] / 2)])
+    middle = np.searchsorted(total, total[-1] / 2)
+    return float(values[order][middle])

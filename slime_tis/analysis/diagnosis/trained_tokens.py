@@ -87,6 +87,7 @@ class Tokens:
     @property
     def log_ratio(self) -> Floats:
         """[N] Δ = log π_train − log π_rollout; 0 if not finite."""
+        # inf − inf is NaN with a warning, and is replaced.
         with np.errstate(invalid="ignore"):
             log_ratio: Floats = np.where(self.finite, self.train - self.rollout, 0.0)
         return log_ratio
@@ -94,7 +95,8 @@ class Tokens:
     @property
     def size(self) -> Floats:
         """[N] min(abs(Δ), 10); 10 if Δ is not finite."""
-        size: Floats = np.where(self.finite, np.minimum(np.abs(self.log_ratio), MAX_SIZE), MAX_SIZE)
+        bounded = np.minimum(np.abs(self.log_ratio), MAX_SIZE)
+        size: Floats = np.where(self.finite, bounded, MAX_SIZE)
         return size
 
     @property
@@ -157,6 +159,7 @@ def tokens_of(table: TokenTable) -> Tokens:
         return column.astype(np.int64)[trained]
 
     version = table.weight_version
+    # -1 is an unknown version, and ages of only a part of the tokens would mislead.
     if version is not None and (version[trained] < 0).any():
         version = None
     step = None
@@ -193,6 +196,7 @@ def tokens_of(table: TokenTable) -> Tokens:
 
 def _sample_and_token(sample: NDArray[Any], token: NDArray[Any]) -> Integers:
     """Returns one integer for each pair of a sample and a token id."""
+    # Token ids have fewer than 32 bits.
     key: Integers = (sample.astype(np.int64) << 32) + token
     return key
 
@@ -202,11 +206,14 @@ def _repeats(table: TokenTable) -> Integers | None:
     if table.token is None:
         return None
     key = _sample_and_token(table.sample, table.token)
+    # Sorted stably, equal tokens of a sample are adjacent and keep their order. A token's distance
+    # to the first of them is the number of its earlier occurrences.
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
     counts = np.diff(np.append(starts, len(key)))
+    first_of_each = np.repeat(starts, counts)
     repeats = np.empty(len(key), np.int64)
-    repeats[order] = np.arange(len(key)) - np.repeat(starts, counts)
+    repeats[order] = np.arange(len(key)) - first_of_each
     return repeats
 
 
@@ -214,9 +221,10 @@ def _prompts(table: TokenTable) -> tuple[Integers, Integers] | None:
     """Returns the tokens of all prompts and their samples; None if a prompt is unknown."""
     if table.token is None or table.prompt is None or not all(map(len, table.prompt)):
         return None
-    lengths = [len(prompt) for prompt in table.prompt]
+    lengths = np.array([len(prompt) for prompt in table.prompt], np.int64)
+    # concatenate takes no empty list, so an empty array comes first.
     tokens = np.concatenate([np.zeros(0, np.int64), *table.prompt]).astype(np.int64)
-    return tokens, np.repeat(np.arange(len(table)), np.array(lengths, np.int64))
+    return tokens, np.repeat(np.arange(len(table)), lengths)
 
 
 def _in_prompt(table: TokenTable) -> Integers | None:
@@ -226,7 +234,8 @@ def _in_prompt(table: TokenTable) -> Integers | None:
         return None
     tokens, sample = prompts
     key = _sample_and_token(table.sample, table.token)
-    return np.isin(key, _sample_and_token(sample, tokens)).astype(np.int64)
+    prompt_key = _sample_and_token(sample, tokens)
+    return np.isin(key, prompt_key).astype(np.int64)
 
 
 def _context(table: TokenTable) -> Integers | None:
@@ -240,7 +249,9 @@ def _context(table: TokenTable) -> Integers | None:
     position = np.arange(len(tokens)) - ends[sample]
     prompt_hash = np.zeros(len(table), np.int64)
     np.add.at(prompt_hash, sample, _mixed(tokens, position))
-    sums = np.cumsum(_mixed(table.token.astype(np.int64), table.position.astype(np.int64)))
+    mixed = _mixed(table.token.astype(np.int64), table.position.astype(np.int64))
+    # A running sum over all samples, less its value before each sample.
+    sums = np.cumsum(mixed)
     before = np.concatenate([[0], sums])[table.offsets[:-1]]
     context: Integers = sums + (prompt_hash - before)[table.sample]
     return context
@@ -271,5 +282,7 @@ def mean_of(values: NDArray[Any], sample: NDArray[Any]) -> tuple[float, float]:
     sums = np.bincount(index, values)
     counts = np.bincount(index)
     mean = sums.sum() / counts.sum()
-    error = np.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum()
+    # The error of a ratio of sums, by its first-order expansion around the means.
+    residual = sums - mean * counts
+    error = np.sqrt((residual**2).sum()) / counts.sum()
     return float(mean), float(error)

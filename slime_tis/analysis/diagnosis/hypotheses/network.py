@@ -115,26 +115,34 @@ def _rounded(
 
 
 def _fp8_rows(weight: Tensor) -> Tensor:
+    """Rounds a matrix to fp8 with a scale per row."""
     return _rounded(weight, (1,), LARGEST_FP8, torch.float8_e4m3fn)
 
 
 def _fp8_tensor(weight: Tensor) -> Tensor:
+    """Rounds a matrix to fp8 with one scale."""
     return _rounded(weight, (0, 1), LARGEST_FP8, torch.float8_e4m3fn)
 
 
 def _fp8_blocks(weight: Tensor) -> Tensor:
+    """Rounds a matrix to fp8 with a scale per block of 128 × 128 values."""
     rows, columns = weight.shape
+    # Zeros do not change the largest value of a block.
     padded = pad(weight, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    # [blocks of rows, 128, blocks of columns, 128]
     blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
     small = _rounded(blocks, (1, 3), LARGEST_FP8, torch.float8_e4m3fn)
     return small.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
 
 def _int8_rows(weight: Tensor) -> Tensor:
+    """Rounds a matrix to int8 with a scale per row."""
     return _rounded(weight, (1,), LARGEST_INT8)
 
 
 def _int4_groups(weight: Tensor) -> Tensor:
+    """Rounds a matrix to int4 with a scale per group of a row."""
+    # A group must not cross rows.
     if weight.shape[1] % INT4_GROUP:
         return _rounded(weight, (1,), LARGEST_INT4)
     groups = weight.reshape(-1, INT4_GROUP)
@@ -286,6 +294,7 @@ def for_model(model: Any, layers: int) -> dict[str, Hypothesis]:
 
 
 def _precision(claim: str, network: NetworkEdit) -> Hypothesis:
+    """Returns the hypothesis on a precision."""
     return Hypothesis(claim, "rounding", network=network)
 
 

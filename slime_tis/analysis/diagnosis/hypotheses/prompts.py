@@ -37,12 +37,14 @@ def _causal(length: int) -> Tensor:
 
 
 def _gap(sample: Input, value: float, _: Sequence[Input]) -> Input:
+    """The positions of the response are `value` higher."""
     positions = sample.positions.clone()
     positions[-sample.response :] += round(value)
     return replace(sample, positions=positions.clamp_min(0), mask=_causal(len(positions)))
 
 
 def _window(sample: Input, value: float, _: Sequence[Input]) -> Input:
+    """Every token attends to the last `value` tokens only."""
     length = len(sample.tokens)
     # A window that is longer than the sample changes nothing.
     if value >= length:
@@ -68,9 +70,13 @@ def _after(sample: Input, packed: Sequence[Input]) -> Input:
     """Returns a sample that reads other samples before it; positions start anew in each."""
     if not packed:
         return sample
-    tokens = torch.cat([*(other.tokens for other in packed), sample.tokens])
-    starts = [torch.arange(len(other.tokens)) for other in packed]
-    positions = torch.cat([*starts, sample.positions])
+    all_tokens = []
+    all_positions = []
+    for other in packed:
+        all_tokens.append(other.tokens)
+        all_positions.append(torch.arange(len(other.tokens)))
+    tokens = torch.cat([*all_tokens, sample.tokens])
+    positions = torch.cat([*all_positions, sample.positions])
     return replace(sample, tokens=tokens, positions=positions, mask=_causal(len(tokens)))
 
 
@@ -149,6 +155,7 @@ def for_history(opening: int, closing: int) -> dict[str, Hypothesis]:
         last_turn += int(untrained[-1]) + 1
         starts = (sample.tokens[:last_turn] == opening).nonzero()[:, 0].tolist()
         ends = (sample.tokens[:last_turn] == closing).nonzero()[:, 0].tolist()
+        # A text that was cut may start thinking without ending it.
         for start, end in zip(starts, ends, strict=False):
             missing[start : end + 1] = True
         return _without(sample, missing)
@@ -158,6 +165,7 @@ def for_history(opening: int, closing: int) -> dict[str, Hypothesis]:
 
 
 def _fp8_cache(sample: Input, _: float, __: Sequence[Input]) -> Input:
+    """Keys and values are rounded to fp8 when they are stored."""
     from transformers import DynamicCache
 
     def rounded(states: Tensor) -> Tensor:
@@ -215,7 +223,9 @@ def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
     special = torch.tensor(sorted(tokenizer.all_special_ids))
 
     def without_first_message(prompt: Tensor, _: int) -> Tensor:
-        marks = prompt[torch.isin(prompt, special) & (prompt != (tokenizer.bos_token_id or -1))]
+        bos = tokenizer.bos_token_id or -1
+        is_mark = torch.isin(prompt, special) & (prompt != bos)
+        marks = prompt[is_mark]
         if not len(marks):
             return prompt
         # The first special token after BOS usually starts every message.
@@ -266,6 +276,7 @@ def _rendered(tokenizer: Any, text: str, **options: Any) -> str:
 
 
 def _encoded(tokenizer: Any, text: str) -> Tensor:
+    """Returns the token ids of a text, without the tokens that the tokenizer adds."""
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     return torch.tensor(tokens, dtype=torch.long)
 
@@ -306,10 +317,12 @@ def _for_thinking(thinking: Tensor) -> dict[str, Hypothesis]:
 
 
 def _ends(prompt: Tensor, suffix: Tensor) -> bool:
+    """Whether a prompt ends with these tokens."""
     return len(prompt) >= len(suffix) and torch.equal(prompt[-len(suffix) :], suffix)
 
 
 def _other_prompt(claim: str, prompt: PromptEdit, values: tuple[float, ...] = (0.0,)) -> Hypothesis:
+    """Returns the hypothesis that the engine reads another prompt."""
     return Hypothesis(claim, "other_prompt", values, prompt=prompt)
 
 

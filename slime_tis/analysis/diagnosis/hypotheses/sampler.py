@@ -50,38 +50,47 @@ def _counts(logits: Tensor, sample: Input, *, prompt: bool) -> Tensor:
 
 
 def _repetition(logits: Tensor, sample: Input, value: float) -> Tensor:
+    """Lowers the logits of earlier tokens by a factor, as transformers and vLLM do."""
     came_before = _counts(logits, sample, prompt=True) > 0
+    # A negative logit is multiplied, so that the factor lowers it as well.
     penalized = torch.where(logits > 0, logits / value, logits * value)
     return torch.where(came_before, penalized, logits)
 
 
 def _presence(logits: Tensor, sample: Input, value: float) -> Tensor:
+    """Lowers the logits of tokens that came before in the response by one amount."""
     came_before = _counts(logits, sample, prompt=False) > 0
+    # Engines subtract before the temperature, which these logits are divided by already.
     return logits - value / sample.temperature * came_before
 
 
 def _frequency(logits: Tensor, sample: Input, value: float) -> Tensor:
+    """Lowers the logits of tokens in proportion to their number in the response."""
     return logits - value / sample.temperature * _counts(logits, sample, prompt=False)
 
 
 def _soft_cap(logits: Tensor, sample: Input, value: float) -> Tensor:
+    """Bounds the logits before the temperature by `value`, smoothly."""
     cap = value / sample.temperature
     return cap * (logits / cap).tanh()
 
 
 def _kept(logits: Tensor, keep: Tensor) -> Tensor:
+    """Removes all tokens but the marked ones [T, V] from the distribution."""
     return logits.masked_fill(~keep, -math.inf)
 
 
 def _top_p(logits: Tensor, _: Input, value: float) -> Tensor:
     ordered, index = logits.softmax(-1).sort(-1, descending=True)
+    # The mass before a token decides, so the token that reaches the bound is kept.
     keep = ordered.cumsum(-1) - ordered < value
     return _kept(logits, torch.zeros_like(keep).scatter(1, index, keep))
 
 
 def _top_k(logits: Tensor, _: Input, value: float) -> Tensor:
     k = max(1, min(round(value), logits.shape[1]))
-    return _kept(logits, logits >= logits.topk(k, -1).values[:, -1:])
+    smallest_kept = logits.topk(k, -1).values[:, -1:]
+    return _kept(logits, logits >= smallest_kept)
 
 
 def _min_p(logits: Tensor, _: Input, value: float) -> Tensor:
@@ -90,7 +99,12 @@ def _min_p(logits: Tensor, _: Input, value: float) -> Tensor:
 
 
 def _shifted(rows: list[Tensor], value: float) -> list[Tensor]:
-    return [row[(torch.arange(len(row)) + round(value)).clamp(0, len(row) - 1)] for row in rows]
+    """Each token reports the log-prob of the token `value` places on; the ends repeat."""
+    result = []
+    for row in rows:
+        index = torch.arange(len(row)) + round(value)
+        result.append(row[index.clamp(0, len(row) - 1)])
+    return result
 
 
 def _exchanged(rows: list[Tensor], value: float) -> list[Tensor]:
@@ -104,6 +118,7 @@ def _exchanged(rows: list[Tensor], value: float) -> list[Tensor]:
 
 
 def _argmax(log_probs: Tensor, _: Tensor, __: float) -> Tensor:
+    """Every token reports the log-prob of the likeliest one."""
     return log_probs.amax(-1)
 
 
@@ -115,6 +130,7 @@ def _padded(logits: Tensor, sample: Input, value: float) -> Tensor:
 
 
 def _each(change: Callable[[Tensor, float], Tensor]) -> OutputEdit:
+    """Returns a change of the reported log-probs that treats every sample alike."""
     return lambda rows, value: [change(row, value) for row in rows]
 
 
@@ -133,6 +149,7 @@ def logit_bias(logits: Tensor, target: Tensor, change: Tensor) -> Hypothesis | N
 
     def remaining(biases: Mapping[int, float]) -> float:
         """Returns Σ|Δ| that remains under biases, nats."""
+        # With biases b, the softmax divides by Σ_v p_v · exp(b_v) = 1 + Σ p_v · (exp(b_v) − 1).
         mass = torch.ones_like(change)
         own = torch.zeros_like(change)
         for token, bias in biases.items():
@@ -168,10 +185,9 @@ def _bias_candidates(probability: Tensor, target: Tensor, change: Tensor) -> lis
     weight = change.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
     gradient = (weight @ (indicator - probability)).abs()
     count = min(CANDIDATES // 2, vocabulary)
-    tokens = (
-        gradient.topk(count).indices.tolist() + probability.mean(0).topk(count).indices.tolist()
-    )
-    return list(dict.fromkeys(tokens))
+    steepest = gradient.topk(count).indices.tolist()
+    likeliest = probability.mean(0).topk(count).indices.tolist()
+    return list(dict.fromkeys(steepest + likeliest))
 
 
 def _one_more_bias(biases: dict[int, float], candidates: list[int]) -> Iterator[dict[int, float]]:
@@ -183,6 +199,8 @@ def _one_more_bias(biases: dict[int, float], candidates: list[int]) -> Iterator[
 
 
 def _biased(biases: dict[int, float]) -> Hypothesis:
+    """Returns the hypothesis on biases by token id."""
+
     def edit(logits: Tensor, sample: Input, value: float) -> Tensor:
         changed = logits.clone()
         for token, bias in biases.items():
