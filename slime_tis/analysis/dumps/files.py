@@ -64,6 +64,7 @@ SLIME_NAMES = {
 
 
 def _schema() -> Any:
+    """Returns arrow's types of all columns."""
     columns = []
     for name, dtype in SAMPLE_COLUMNS.items():
         columns.append(pa.field(name, pa.from_numpy_dtype(dtype), nullable=name == "reward"))
@@ -86,7 +87,9 @@ def write(path: str | Path, table: TokenTable) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_table = _write_pt if path.suffix == ".pt" else _write_parquet
+    write_table = _write_parquet
+    if path.suffix == ".pt":
+        write_table = _write_pt
     with atomic_file(path) as file:
         write_table(file, table)
 
@@ -102,11 +105,13 @@ def check_replaceable(path: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
+    """Whether a file is a dump of this program."""
     if not path.is_file():  # reading a pipe or a device would block
         return False
     try:
         if path.suffix != ".pt":
             return is_own_parquet(path)
+        # Mapped, because only the keys are read, and the tensors may take gigabytes.
         content = load_tensors(path, mmap=True)
     except UnsafeTorch:
         raise
@@ -136,7 +141,9 @@ def _sample(table: TokenTable, index: int) -> dict[str, Any]:
     """One sample in slime's layout."""
     rows = slice(int(table.offsets[index]), int(table.offsets[index + 1]))
     length = rows.stop - rows.start
-    prompt = OBJECT_COLUMNS["prompt"] if table.prompt is None else table.prompt[index]
+    prompt = OBJECT_COLUMNS["prompt"]
+    if table.prompt is not None:
+        prompt = table.prompt[index]
     sample: dict[str, Any] = {"response_lengths": length, "total_lengths": len(prompt) + length}
     if table.token is not None:
         tokens = np.concatenate([prompt, table.token[rows]])
@@ -157,7 +164,10 @@ def _sample(table: TokenTable, index: int) -> dict[str, Any]:
 
 
 def _write_parquet(file: IO[bytes], table: TokenTable) -> None:
-    shape = [0, 0] if table.experts is None else list(table.experts.shape[1:])
+    # A list column has no shape, so the header has layers and k.
+    shape = [0, 0]
+    if table.experts is not None:
+        shape = list(table.experts.shape[1:])
     header = {
         "schema_version": SCHEMA_VERSION,
         "metadata": dict(table.metadata),
@@ -166,7 +176,8 @@ def _write_parquet(file: IO[bytes], table: TokenTable) -> None:
     # A sample belongs to the row group that its first token falls into.
     token_bytes = table.nbytes // max(table.tokens, 1)
     group_S = table.offsets[:-1] * token_bytes // ROW_GROUP_BYTES
-    parts = np.split(np.arange(len(table)), np.flatnonzero(np.diff(group_S)) + 1)
+    starts = np.flatnonzero(np.diff(group_S)) + 1
+    parts = np.split(np.arange(len(table)), starts)
     groups = [_to_arrow(table.select(samples)) for samples in parts]
     schema = groups[0].schema.with_metadata({KEY: json.dumps(header)})
     with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
@@ -211,8 +222,10 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for batch in _batches(path, columns, PYTHON_NUMBER_BYTES):
             values = []
             for name in columns:
-                column = batch[name]
-                values.append(_texts(column) if name in text else column.to_pylist())
+                if name in text:
+                    values.append(_texts(batch[name]))
+                else:
+                    values.append(batch[name].to_pylist())
             for row in zip(*values, strict=True):
                 number += 1
                 yield f"{path}, row {number}", dict(zip(columns, row, strict=True))
@@ -246,7 +259,9 @@ def _batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator
             if group.num_rows == 0:
                 # iter_batches yields nothing, but an empty dump is a table, too.
                 yield pa.RecordBatch.from_pylist([], file.schema_arrow)
-            parts = 1 if size <= 2 * ROW_GROUP_BYTES else -(-size // ROW_GROUP_BYTES)
+            parts = 1
+            if size > 2 * ROW_GROUP_BYTES:
+                parts = -(-size // ROW_GROUP_BYTES)  # rounded up
             rows = max(group.num_rows // parts, 1)
             yield from file.iter_batches(rows, row_groups=[index], columns=names)
 
@@ -308,12 +323,14 @@ def _header(schema: Any) -> dict[str, Any]:
             f"schema version {header['schema_version']} is newer than {SCHEMA_VERSION}; update"
             " slime_tis."
         )
-    if missing := [name for name in REQUIRED_COLUMNS if name not in schema.names]:
+    missing = [name for name in REQUIRED_COLUMNS if name not in schema.names]
+    if missing:
         raise ValueError(f"no column {', '.join(missing)}.")
     return header
 
 
 def _to_arrow(table: TokenTable) -> Any:
+    """Returns the columns of a table as an arrow table."""
     columns: dict[str, Any] = {}
     for item in SCHEMA:
         column = getattr(table, item.name)
@@ -324,10 +341,11 @@ def _to_arrow(table: TokenTable) -> Any:
             texts = [text.encode("utf-8", "replace").decode() for text in column]
             columns[item.name] = pa.array(texts, pa.string())
         elif item.name in TOKEN_COLUMNS:
+            # Experts have layers · k values per token, and all other columns one.
             token_values = int(np.prod(column.shape[1:], dtype=np.int64))
-            columns[item.name] = pa.LargeListArray.from_arrays(
-                pa.array(table.offsets * token_values), pa.array(column.reshape(-1))
-            )
+            offsets = pa.array(table.offsets * token_values)
+            values = pa.array(column.reshape(-1))
+            columns[item.name] = pa.LargeListArray.from_arrays(offsets, values)
         elif item.name == "prompt":
             columns[item.name] = pa.array(list(column), item.type)
         else:
@@ -336,6 +354,7 @@ def _to_arrow(table: TokenTable) -> Any:
 
 
 def _from_arrow(batch: Any, header: dict[str, Any]) -> TokenTable:
+    """Returns the table in an arrow batch; raises ValueError if columns differ in length."""
     lengths = batch["rollout_log_prob"].value_lengths().to_numpy()
     columns: dict[str, Any] = {}
     for name in batch.schema.names:
@@ -349,11 +368,14 @@ def _from_arrow(batch: Any, header: dict[str, Any]) -> TokenTable:
         counts = column.value_lengths().to_numpy()
         values = column.flatten().to_numpy(zero_copy_only=False)
         if name == "prompt":
-            # np.split returns one empty piece for a batch without samples.
-            prompts = np.split(values, np.cumsum(counts)[:-1]) if len(batch) else []
-            columns[name] = tuple(prompts)
+            # np.split would return one empty piece for a batch without samples.
+            columns[name] = ()
+            if len(batch):
+                columns[name] = tuple(np.split(values, np.cumsum(counts)[:-1]))
             continue
-        shape = header["experts_shape"] if name == "experts" else ()
+        shape = ()
+        if name == "experts":
+            shape = header["experts_shape"]
         if not np.array_equal(counts, lengths * int(np.prod(shape, dtype=np.int64))):
             raise ValueError(f"{name} and rollout_log_prob differ in length.")
         columns[name] = values.reshape(int(lengths.sum()), *shape)

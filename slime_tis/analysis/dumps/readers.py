@@ -80,7 +80,9 @@ def read(
         ValueError: there is no dump, or it is damaged.
     """
     files = files_of(Path(path))
-    run = _run_of(Path(path), files) if len(files) > 1 else None
+    run = None
+    if len(files) > 1:
+        run = _run_of(Path(path), files)
     skipped: set[Path] = set()
 
     def tables() -> Iterator[TokenTable]:
@@ -137,12 +139,17 @@ def _random_part(
         if max_bytes is not None and table.tokens:
             max_tokens = min(max_tokens, max_bytes * table.tokens // table.nbytes)
         chosen = np.flatnonzero(priority < bound)
-        kept.append(table if len(chosen) == len(table) else table.select(chosen))
+        if len(chosen) < len(table):
+            table = table.select(chosen)
+        kept.append(table)
         priorities.append(priority[chosen])
+        # At twice the number, so that a thinning pays off.
         if sum(held.tokens for held in kept) > 2 * max_tokens:
             kept, priorities, bound = _thinned(kept, priorities, max_tokens)
+    if not kept:
+        return None
     if tokens <= max_tokens:
-        return TokenTable.concatenate(kept) if kept else None
+        return TokenTable.concatenate(kept)
     (table,), _, _ = _thinned(kept, priorities, max_tokens)
     totals = {"samples": samples, "tokens": tokens}
     return replace(table, metadata={**table.metadata, "sampled": totals})
@@ -191,7 +198,8 @@ def files_of(path: Path) -> list[Path]:
                 f"{quoted_path(path)} is not a regular file; give a file or directory."
             )
         raise ValueError(f"there is no file or directory {quoted_path(path)}.")
-    if files := dump_files(path):
+    files = dump_files(path)
+    if files:
         return files
     possible_pickles = [*path.glob("*.p*"), *path.glob("dumped_data/*.p*")]
     if any(file.suffix in PICKLES for file in possible_pickles):
@@ -216,7 +224,9 @@ def options_of_run(run: Path) -> dict[str, Any]:
         return {}
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{quoted_path(run / CONFIG)} is damaged: {first_line(error)}.") from error
-    return options if isinstance(options, dict) else {}
+    if not isinstance(options, dict):  # an empty file is None
+        return {}
+    return options
 
 
 def files_of_run(run: Path) -> list[Path]:
@@ -256,11 +266,13 @@ def tables_of(path: Path) -> Iterator[TokenTable]:
 
 
 def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[TokenTable]:
+    """Yields tables of about CHUNK_TOKENS tokens from the rows of a file."""
     form: RowFormat | None = None
     parts: list[SampleParts] = []
     tokens = 0
     for where, row in rows:
         try:
+            # The first row decides, so that a row without a key is an error of this format.
             form = form or format_of(row)
             part = form.parts(row, path)
         except ValueError as error:
@@ -276,12 +288,15 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
 
 
 def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTable:
+    """Returns the table of some rows; refuses numbers that are no log-probs."""
     try:
         table = TokenTable.from_parts(parts, {"source": form.source, **form.metadata})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     for log_probs in (table.train_log_prob, table.rollout_log_prob):
-        if (highest := np.fmax.reduce(log_probs[table.loss_mask > 0], initial=-np.inf)) > 1e-2:
+        # fmax ignores NaN, the log-prob that an engine did not return.
+        highest = np.fmax.reduce(log_probs[table.loss_mask > 0], initial=-np.inf)
+        if highest > 1e-2:
             raise ValueError(
                 f"{path} has a log-prob of {highest:.4g}; natural logarithms are at most 0."
             )
@@ -316,8 +331,9 @@ def slime_table(path: Path) -> TokenTable:
             where = f", sample {index}"
             part = SLIME.parts({"step": content.get("rollout_id"), **sample}, path)
             parts.append(part)
-            arrays = [value for value in vars(part).values() if isinstance(value, np.ndarray)]
-            size += sum(array.nbytes for array in arrays)
+            for value in vars(part).values():
+                if isinstance(value, np.ndarray):
+                    size += value.nbytes
             # Tensors may be views of one small storage, for example expanded ones.
             if is_too_large(size, file_bytes):
                 raise ValueError(f"needs {size >> 20} MiB of memory with the samples before it")

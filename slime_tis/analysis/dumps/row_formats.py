@@ -73,7 +73,10 @@ class RowFormat:
             if row.get(key) is None and column not in required:
                 continue
             if column in TEXT_COLUMNS:
-                values[column] = row[key] if isinstance(row[key], str) else None
+                # In slime's rows the prompt may be a list of messages.
+                values[column] = None
+                if isinstance(row[key], str):
+                    values[column] = row[key]
             elif column in SAMPLE_COLUMNS:
                 values[column] = _number(row, key, whole=column != "reward")
             elif column == "prompt":
@@ -94,14 +97,28 @@ def _is_single(value: Any) -> bool:
 def _without_prompt(values: dict[str, Any]) -> dict[str, Any]:
     """The values of the response; token ids before it become the prompt."""
     mask = values["loss_mask"] > 0
-    start = int(mask.argmax()) if mask.any() else len(mask)
+    start = len(mask)
+    if mask.any():
+        start = int(mask.argmax())
     response = {}
     for name, value in values.items():
-        response[name] = value[start:] if name in TOKEN_COLUMNS else value
-    response["prompt"] = values["token"][:start] if "token" in values else None
+        response[name] = value
+        if name in TOKEN_COLUMNS:
+            response[name] = value[start:]
+    response["prompt"] = None
+    if "token" in values:
+        response["prompt"] = values["token"][:start]
     if "rejected" in values:
         response["rejected"] = (response["rejected"] > 0) & mask[start:]
     return response
+
+
+def _number_after(word: str, path: Path, *, first: int) -> int | None:
+    """Returns the number after a word in a file's name, less `first`; None without one."""
+    match = re.search(rf"{word}(\d+)", path.name)
+    if match is None:
+        return None
+    return int(match[1]) - first
 
 
 def _prepare_nemo_rl(row: dict[str, Any], path: Path) -> None:
@@ -122,9 +139,8 @@ def _prepare_nemo_rl(row: dict[str, Any], path: Path) -> None:
             _numbers(row, key, length)
             row[key] = row[key][:total]
     row["rewards"] = row.get("filtered_rewards", row.get("rewards"))
-    step = re.search(r"train_data_step(\d+)", path.name)
     # NeMo-RL counts steps from 1, this program the optimizer steps before.
-    row["step"] = int(step[1]) - 1 if step else None
+    row["step"] = _number_after("train_data_step", path, first=1)
 
 
 def _prepare_prime_rl(row: dict[str, Any], path: Path) -> None:
@@ -133,10 +149,14 @@ def _prepare_prime_rl(row: dict[str, Any], path: Path) -> None:
         row["is_masked"] = None
     if row.get("rewards") is not None:
         rewards = _numbers(row, "rewards")
-        row["rewards"] = float(np.nanmean(rewards)) if np.isfinite(rewards).any() else None
+        row["rewards"] = None
+        # nanmean warns about an array of NaN alone.
+        if np.isfinite(rewards).any():
+            row["rewards"] = float(np.nanmean(rewards))
 
 
 def _prepare_verl(row: dict[str, Any], path: Path) -> None:
+    """Refuses generations that verl writes without the patch in docs/dumps.md."""
     missing = [name for name in ("old_log_probs", "rollout_log_probs") if row.get(name) is None]
     if missing:
         raise ValueError(
@@ -174,9 +194,8 @@ def _prepare_skyrl(row: dict[str, Any], path: Path) -> None:
     is_response[start:] = mask
     row["tokens"] = sequence[is_response]
     row["prompt"] = sequence[attended & ~is_response]
-    step = re.search(r"global_step_(\d+)", path.name)
     # SkyRL counts steps from 1, this program the optimizer steps before.
-    row["step"] = int(step[1]) - 1 if step else None
+    row["step"] = _number_after("global_step_", path, first=1)
 
 
 def _prepare_areal(row: dict[str, Any], path: Path) -> None:
@@ -208,8 +227,7 @@ def _prepare_areal(row: dict[str, Any], path: Path) -> None:
     # in areal/engine/fsdp_engine.py), while the rollout's log-probs are at their own token.
     next_token = _numbers(row, "prox_logp")
     row["prox_logp"] = np.concatenate([[np.nan], next_token[: max(length - 1, 0)]])[:length]
-    version = re.search(r"version_(\d+)", path.name)
-    row["step"] = int(version[1]) if version else None
+    row["step"] = _number_after("version_", path, first=0)
 
 
 def _prepare_slime(row: dict[str, Any], path: Path) -> None:
@@ -220,7 +238,8 @@ def _prepare_slime(row: dict[str, Any], path: Path) -> None:
             raise ValueError(
                 f"has no {key}; slime saves both with --use-tis or --get-mismatch-metrics"
             )
-    if (entries := len(row["log_probs"])) != length:
+    entries = len(row["log_probs"])
+    if entries != length:
         raise ValueError(
             f"has {entries} entries of log_probs for {length} response tokens; if they are slices"
             " of context-parallel ranks, write the dump with a newer slime, which joins them"
@@ -264,6 +283,7 @@ COLUMN_KEYS = {
 
 
 def _columns(project: str) -> dict[str, str]:
+    """Returns a project's key for each column that it has."""
     index = PROJECTS.index(project)
     return {column: keys[index] for column, keys in COLUMN_KEYS.items() if keys[index]}
 
@@ -396,6 +416,7 @@ def _numbers(row: Row, key: str, length: int | None = None) -> Column:
     """A tensor or a list of numbers as an array; null is NaN."""
     values = row.get(key)
     if isinstance(values, Tensor):
+        # numpy() refuses tensors that are conjugated lazily.
         numbers: Column = values.detach().resolve_conj().numpy()
     elif isinstance(values, np.ndarray):
         numbers = values
@@ -413,9 +434,8 @@ def _array(values: list[Any], key: str) -> Column:
     try:
         numbers = np.array(values)
         # null, or integers beyond 64 bits, give an array of objects.
-        if numbers.dtype.kind == "O" and all(
-            value is None or isinstance(value, int | float) for value in values
-        ):
+        are_numbers = all(value is None or isinstance(value, int | float) for value in values)
+        if numbers.dtype.kind == "O" and are_numbers:
             numbers = np.array(values, np.float64)
         if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
             raise ValueError

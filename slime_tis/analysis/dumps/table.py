@@ -172,20 +172,28 @@ class TokenTable:
     missing."""
 
     def __post_init__(self) -> None:
-        if not len(self.offsets) or self.offsets[0] != 0 or bool((np.diff(self.offsets) < 0).any()):
+        starts_with_0 = len(self.offsets) > 0 and self.offsets[0] == 0
+        if not starts_with_0 or bool((np.diff(self.offsets) < 0).any()):
             raise ValueError("offsets must start with 0 and never decrease.")
+        # A dump may come from anybody, so its metadata may have any types.
         for key, kind in METADATA.items():
-            if (value := self.metadata.get(key)) is not None and not isinstance(value, kind):
+            value = self.metadata.get(key)
+            if value is not None and not isinstance(value, kind):
                 raise ValueError(
                     f"metadata has {key} {quoted(value, 40)}, which has the wrong type."
                 )
         for name, dtype in COLUMNS.items():
-            if (column := getattr(self, name)) is None and name not in REQUIRED_COLUMNS:
+            column = getattr(self, name)
+            if column is None and name not in REQUIRED_COLUMNS:
                 continue
-            rows = self.tokens if name in TOKEN_COLUMNS else len(self)
+            rows = len(self)
+            if name in TOKEN_COLUMNS:
+                rows = self.tokens
             if len(column) != rows:
                 raise ValueError(f"{name} has {len(column)} rows but must have {rows}.")
-            dimensions = 3 if name == "experts" else 1
+            dimensions = 1
+            if name == "experts":
+                dimensions = 3
             if name not in OBJECT_COLUMNS and (column.dtype, column.ndim) != (dtype, dimensions):
                 raise ValueError(
                     f"{name} is {column.dtype} in {column.ndim} dimensions but must be"
@@ -204,9 +212,10 @@ class TokenTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns, one byte per character of text."""
-        arrays = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
-        arrays += self.prompt or ()
-        size = sum(array.nbytes for array in arrays)
+        size = 0
+        for column in (*vars(self).values(), *(self.prompt or ())):
+            if isinstance(column, np.ndarray):
+                size += column.nbytes
         for texts in (self.text, self.prompt_text):
             size += sum(map(len, texts or ()))
         return size
@@ -240,13 +249,17 @@ class TokenTable:
     def policy_log_prob(self) -> Float32:
         """[N] log π_train: a recomputed or interpolated π_old, else π_θ."""
         uses_old = self.metadata.get("old_policy") in ("recomputed", "interpolated")
-        return self.old_log_prob if uses_old else self.train_log_prob
+        if uses_old:
+            return self.old_log_prob
+        return self.train_log_prob
 
     @property
     def log_ratio(self) -> Float32:
         """[N] Δ = log π_train − log π_rollout; 0 for invalid tokens."""
+        # inf − inf is NaN with a warning, and is replaced.
         with np.errstate(invalid="ignore"):
-            return np.where(self.valid, self.policy_log_prob - self.rollout_log_prob, np.float32(0))
+            difference = self.policy_log_prob - self.rollout_log_prob
+        return np.where(self.valid, difference, np.float32(0))
 
     @classmethod
     def from_parts(
@@ -272,11 +285,12 @@ class TokenTable:
             for name, value in values.items():
                 rows[name].append(value)
         for name, dtype in SAMPLE_COLUMNS.items():
+            # All samples together are one piece for `_columns`.
             column = rows[name]
             if all(value is None for value in column):
                 rows[name] = [None]
             else:
-                rows[name] = [[MISSING[dtype] if value is None else value for value in column]]
+                rows[name] = [_without_none(column, MISSING[dtype])]
         return cls(
             offsets=offsets_of(lengths),
             **_columns(rows, lengths, [len(parts)]),
@@ -294,9 +308,10 @@ class TokenTable:
         """
         if len(tables) == 1:
             return tables[0]
-        criteria = [
-            table.metadata.get("criteria") for table in tables if table.rejected is not None
-        ]
+        criteria = []
+        for table in tables:
+            if table.rejected is not None:
+                criteria.append(table.metadata.get("criteria"))
         # A bit of `rejected` is an index into these names.
         if any(names != criteria[0] for names in criteria):
             raise ValueError(
@@ -366,14 +381,17 @@ class TokenTable:
 
 def are_log_probs(values: NDArray[Any]) -> Bool:
     """Returns whether each value can be a log-prob: finite, and not an engine's code for −∞."""
-    with np.errstate(invalid="ignore"):  # NaN compares as false
+    # NaN compares as false.
+    with np.errstate(invalid="ignore"):
         log_probs: Bool = np.abs(values) < LOG_PROB_LIMIT
     return log_probs
 
 
 def worker_name(names: Sequence[Any], index: int) -> str:
     """Returns the name of a rollout server; its number if the dump has no names."""
-    return str(names[index]) if 0 <= index < len(names) else f"server {index}"
+    if 0 <= index < len(names):
+        return str(names[index])
+    return f"server {index}"
 
 
 def lowest_priorities(priority_S: Column, tokens_S: Column, max_tokens: int) -> Column:
@@ -389,7 +407,8 @@ def lowest_priorities(priority_S: Column, tokens_S: Column, max_tokens: int) -> 
 
 def offsets_of(lengths: Sequence[int] | Column) -> Int64:
     """Returns [S + 1] cumulative sums of the lengths, starting with 0."""
-    return np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]).astype(np.int64)
+    ends = np.cumsum(np.asarray(lengths, np.int64))
+    return np.concatenate([[0], ends]).astype(np.int64)
 
 
 def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
@@ -432,8 +451,29 @@ def _columns(
         columns[name] = _joined(rows[name], samples, dtype, name)
     for name, missing in OBJECT_COLUMNS.items():
         if any(value is not None for value in rows[name]):
-            columns[name] = tuple(missing if value is None else value for value in rows[name])
+            columns[name] = tuple(_without_none(rows[name], missing))
     return columns
+
+
+def _without_none(values: Sequence[Any], missing: Any) -> list[Any]:
+    """Returns the values with `missing` in the place of None."""
+    return [missing if value is None else value for value in values]
+
+
+def _row_shape(pieces: Sequence[Column | None], name: str) -> tuple[int, ...]:
+    """Returns the shape of a column's rows; raises ValueError if pieces have different ones."""
+    # A piece without rows may have lost its shape.
+    shapes = {piece.shape[1:] for piece in pieces if piece is not None and len(piece)}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{name} has rows of the shapes {' and '.join(map(str, sorted(shapes)))}; they must be"
+            " equal."
+        )
+    if shapes:
+        return shapes.pop()
+    if name == "experts":
+        return (0, 0)
+    return ()
 
 
 def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str) -> Column | None:
@@ -441,16 +481,10 @@ def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str)
     pieces = [None if row is None else cast(row, dtype, name) for row in rows]
     if rows and name not in REQUIRED_COLUMNS and all(piece is None for piece in pieces):
         return None
-    shapes = {piece.shape[1:] for piece in pieces if piece is not None and len(piece)}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"{name} has rows of the shapes {' and '.join(map(str, sorted(shapes)))}; they must be"
-            " equal."
-        )
-    shape: tuple[int, ...] = (0, 0) if name == "experts" else ()
-    if shapes:
-        shape = shapes.pop()
-    missing = 0 if name == "rejected" else MISSING[dtype]
+    shape = _row_shape(pieces, name)
+    missing = MISSING[dtype]
+    if name == "rejected":
+        missing = 0
     filled: list[Column] = [np.zeros((0, *shape), dtype)]  # for a table without samples
     for index, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
         if piece is None:

@@ -169,7 +169,9 @@ def what_if(
             config = choice
         stepwise = _needs_steps(config)
         if stepwise not in batches:
-            parts = _steps(table, max_steps) if stepwise else [table]
+            parts = [table]
+            if stepwise:
+                parts = _steps(table, max_steps)
             batches[stepwise] = _with_exact(parts, policy)
         step = _loss_step(table, config, policy)
         if isinstance(choice, RolloutCorrectionConfig):
@@ -180,10 +182,12 @@ def what_if(
 
 
 def _needs_steps(config: RolloutCorrectionConfig) -> bool:
+    """Whether a correction depends on the samples of one optimizer step."""
     return needs_global_batch(config) or config.policy_loss in COVARIANCE_LOSSES
 
 
 def _name_of(choice: CorrectionChoice) -> str:
+    """Returns the flags of a configuration, or the name of a function."""
     if isinstance(choice, RolloutCorrectionConfig):
         return flags_of(choice) or "no correction"
     return getattr(choice, "__name__", repr(choice))
@@ -192,6 +196,7 @@ def _name_of(choice: CorrectionChoice) -> str:
 def _row_of_function(
     name: str, function: Callable[..., Any], args: Namespace, batches: _Batches, step: LossStep
 ) -> WhatIf:
+    """Returns the effect of a function in slime's contract."""
     (inputs,) = batches.inputs
     module = getattr(function, "__module__", "?")
     path = f"{module}.{getattr(function, '__qualname__', repr(function))}"
@@ -201,9 +206,12 @@ def _row_of_function(
     old_L = old_log_probs(inputs, step).detach()
     # A loss of 1 per token turns the function's output into its weights. A new CustomTis has the
     # seed of the step above; `custom` would draw other random numbers in a second call.
-    loss_L, mask_L, *_ = CustomTis(function=function, args=args, seed=0)(
+    again = CustomTis(function=function, args=args, seed=0)
+    # The product is no leaf of autograd, which may not be changed in place.
+    ones_L = torch.ones_like(old_L).requires_grad_() * 1
+    loss_L, mask_L, *_ = again(
         inputs.tokens,
-        loss_L=torch.ones_like(old_L).requires_grad_() * 1,  # no leaf: it may be changed in place
+        loss_L=ones_L,
         log_probs_L=inputs.log_probs_L,
         train_log_probs_L=old_L,
         global_batch=GlobalBatch(),
@@ -212,27 +220,43 @@ def _row_of_function(
     if not len(weights):
         return replace(row, ess=0.0, weight_mean=0.0, weight_max=0.0)
     square = len(weights) * weights.square().sum()
-    ess = float(weights.sum().square() / square) if square > 0 else 0.0
+    ess = 0.0
+    if square > 0:
+        ess = float(weights.sum().square() / square)
     return replace(row, ess=ess, weight_mean=float(weights.mean()), weight_max=float(weights.max()))
 
 
 def by_cosine(rows: Sequence[WhatIf]) -> list[WhatIf]:
     """Returns the rows, the closest to the exact gradient first, and rows without a cosine last."""
-    return sorted(rows, key=lambda row: -2.0 if row.cosine is None else row.cosine, reverse=True)
+
+    def cosine(row: WhatIf) -> float:
+        if row.cosine is None:
+            return -2.0  # below every cosine
+        return row.cosine
+
+    return sorted(rows, key=cosine, reverse=True)
 
 
 def as_text(rows: Sequence[WhatIf]) -> str:
     """Returns a text table, sorted by cosine."""
     lines = ["  kept    ESS  mean w   max w  cosine  norm ratio  flags"]
     for row in by_cosine(rows):
-        cosine = "-" if row.cosine is None else f"{row.cosine:.4f}"
-        norm = "-" if row.norm_ratio is None else f"{row.norm_ratio:.4f}"
+        cosine = _four_digits(row.cosine)
+        norm = _four_digits(row.norm_ratio)
         numbers = f"{row.kept:6.1%} {row.ess:6.3f} {row.weight_mean:7.4g} {row.weight_max:7.4g}"
         lines.append(f"{numbers} {cosine:>7} {norm:>11}  {row.flags or 'no correction'}")
     return "\n".join(lines)
 
 
+def _four_digits(value: float | None) -> str:
+    """Returns a number for the text table; a dash if it is unknown."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}"
+
+
 def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: LossStep) -> WhatIf:
+    """Returns the effect of one configuration."""
     metrics, gradient_N = _applied(batches, step)
     flags = flags_of(config)
     if name in PRESETS and RolloutCorrectionConfig.preset(name) == config:
@@ -242,7 +266,12 @@ def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: Lo
     sequence_cosine, sequence_norm_ratio = _compared(gradient_N, sequence_exact_N)
     # Without --use-tis all weights are 1; with it there are none if no token has log-probs of both
     # engines.
-    default = 0.0 if config.use_tis else 1.0
+    default = 1.0
+    if config.use_tis:
+        default = 0.0
+    steps = None
+    if _needs_steps(config):
+        steps = len(batches.inputs)
     return WhatIf(
         name=name,
         flags=flags,
@@ -254,7 +283,7 @@ def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: Lo
         norm_ratio=norm_ratio,
         sequence_cosine=sequence_cosine,
         sequence_norm_ratio=sequence_norm_ratio,
-        steps=len(batches.inputs) if _needs_steps(config) else None,
+        steps=steps,
         metrics=metrics,
     )
 
@@ -292,6 +321,7 @@ def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
         inputs=tuple(loss_inputs(part) for part in parts),
         has_advantages=parts[0].advantage is not None and any(part.tokens for part in parts),
     )
+    # The exact gradient has none of these further factors and terms.
     policy = replace(policy, staleness_decay=1.0, rollout_pull_coef=0.0, use_opsm=False)
     exact = []
     for level in ("token", "sequence"):
@@ -327,8 +357,11 @@ def _steps(table: TokenTable, max_steps: int) -> list[TokenTable]:
     if table.step is None or not len(table):
         return [table]
     order = np.argsort(table.step, kind="stable")
-    steps = np.split(order, np.flatnonzero(np.diff(table.step[order])) + 1)
-    chosen = np.sort(np.random.default_rng(0).permutation(len(steps))[:max_steps])
+    starts = np.flatnonzero(np.diff(table.step[order])) + 1
+    steps = np.split(order, starts)
+    # A fixed seed, so that all corrections are compared on the same steps.
+    shuffled = np.random.default_rng(0).permutation(len(steps))
+    chosen = np.sort(shuffled[:max_steps])
     return [table.select(steps[i]) for i in chosen]
 
 
@@ -353,9 +386,9 @@ def loss_inputs(table: TokenTable) -> LossInputs:
     lengths = table.response_length.tolist()
     totals = lengths
     if table.prompt is not None:
-        totals = [
-            len(prompt) + response for prompt, response in zip(table.prompt, lengths, strict=True)
-        ]
+        totals = []
+        for prompt, response in zip(table.prompt, lengths, strict=True):
+            totals.append(len(prompt) + response)
     # All steps of the table are one batch, so versions are made from ages.
     version = np.full(table.tokens, CURRENT_VERSION)
     if table.weight_version is not None:
@@ -394,10 +427,13 @@ def loss_inputs(table: TokenTable) -> LossInputs:
 def _loss_step(
     table: TokenTable, config: RolloutCorrectionConfig, policy: PolicyConfig
 ) -> LossStep:
+    """Returns the options of the loss; raises ValueError if the table lacks a column for them."""
     interpolates = config.old_logprobs == "interpolate"
     needs_age = interpolates or policy.staleness_decay < 1
     if needs_age and (table.weight_version is None or table.step is None):
-        flag = "--old-logprobs interpolate" if interpolates else "--staleness-decay"
+        flag = "--staleness-decay"
+        if interpolates:
+            flag = "--old-logprobs interpolate"
         raise ValueError(f"{flag} needs steps and weight versions, which the dump does not have.")
     is_recomputed = table.metadata.get("old_policy") == "recomputed"
     replaces_old = config.use_rollout_logprobs or interpolates
@@ -496,6 +532,10 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
 def _corrected(
     table: TokenTable, config: RolloutCorrectionConfig, global_batch: GlobalBatch
 ) -> Any:
+    """Returns the correction of a table's tokens."""
+    advantages = None
+    if table.advantage is not None:
+        advantages = _tensor(table.advantage)
     return correct(
         config,
         _tensor(table.policy_log_prob),
@@ -503,10 +543,11 @@ def _corrected(
         _tensor(table.loss_mask),
         lengths=table.response_length.tolist(),
         current_log_probs=_tensor(table.train_log_prob),
-        advantages=None if table.advantage is None else _tensor(table.advantage),
+        advantages=advantages,
         global_batch=global_batch,
     )
 
 
 def _tensor(values: Column) -> Tensor:
+    """Returns a copy, because arrow's columns are read-only and torch warns about them."""
     return torch.from_numpy(np.array(values))

@@ -68,11 +68,14 @@ class Reader(NamedTuple):
 def _lines(file: BinaryIO) -> Iterator[str]:
     """Yields the lines of a text file, with damaged characters replaced."""
     number = 0
+    # A bound for readline, because a file without line ends would be read as one line.
     while line := file.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
             raise ValueError(f"line {number} has more than {MAX_LINE:,} bytes")
-        encoding = "utf-8-sig" if number == 1 else "utf-8"  # without a byte order mark
+        encoding = "utf-8"
+        if number == 1:
+            encoding = "utf-8-sig"  # without a byte order mark
         yield line.decode(encoding, errors="replace")
 
 
@@ -82,8 +85,10 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
+    except OverflowError:  # an integer beyond the range of floats
+        if value > 0:
+            return float("inf")
+        return float("-inf")
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[Value]:
@@ -207,7 +212,9 @@ def trainer_state(file: BinaryIO, path: Path) -> Iterator[Value]:
     if text.count(b",") > MAX_JSON_VALUES:  # a bound that needs no parsing
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     state = json.loads(text)
-    history = state.get("log_history", []) if isinstance(state, dict) else None
+    history = None
+    if isinstance(state, dict):
+        history = state.get("log_history", [])
     if not isinstance(history, list):
         raise ValueError("it has no list log_history, as transformers writes it")
     for row in history:  # empty for the file of this name in a checkpoint of this program
@@ -227,7 +234,9 @@ def csv_table(file: BinaryIO, path: Path) -> Iterator[Value]:
     step_column = step_columns[0]
     names = _csv_names(header, step_column, path)
     for row in rows:
-        step = _float(row[step_column]) if step_column < len(row) else None
+        step = None
+        if step_column < len(row):
+            step = _float(row[step_column])
         if step is None:
             continue
         for name, text in zip(names, row, strict=False):  # the last row may be cut
@@ -237,6 +246,7 @@ def csv_table(file: BinaryIO, path: Path) -> Iterator[Value]:
 
 
 def _float(text: str) -> float | None:
+    """Returns the number in a text, or None."""
     try:
         return float(text)
     except ValueError:
@@ -263,11 +273,14 @@ def _csv_names(header: list[str], step: int, path: Path) -> list[str]:
     runs = sorted({name.rpartition(" - ")[0] for name in others})
     if len(runs) > 1:
         raise ValueError(f"it has the curves of {len(runs)} runs; export the chart of one run")
-    names = [name.rpartition(" - ")[2] for name in header]
-    return [
-        "" if index == step or name.endswith(("__MIN", "__MAX")) else name
-        for index, name in enumerate(names)
-    ]
+    names = []
+    for index, name in enumerate(header):
+        metric = name.rpartition(" - ")[2]
+        # W&B adds the range of each curve, which is no metric.
+        if index == step or metric.endswith(("__MIN", "__MAX")):
+            metric = ""
+        names.append(metric)
+    return names
 
 
 def console(file: BinaryIO, path: Path) -> Iterator[Value]:

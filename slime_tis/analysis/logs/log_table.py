@@ -80,7 +80,8 @@ class LogTable(Sequence[Mapping[str, float]]):
         Raises:
             ValueError: The step is not finite or too large, or there are too many steps.
         """
-        if not abs(step) <= MAX_STEP:  # also true for NaN
+        # Negated, so that NaN is refused, too.
+        if not abs(step) <= MAX_STEP:
             raise ValueError(f"it has the step {step:g}, which is no number of steps")
         row = self._row_of_step.setdefault(int(step), len(self._row_of_step))
         if row >= MAX_STEPS:
@@ -113,6 +114,7 @@ class LogTable(Sequence[Mapping[str, float]]):
         return "", name
 
     def _is_kept(self, name: str) -> bool:
+        """Whether a metric is kept; counts a new metric below KEPT_PREFIXES."""
         if name in KEPT_NAMES or name in self._columns:
             return True
         if not name.startswith(KEPT_PREFIXES) or self._kept_by_prefix >= MAX_METRICS:
@@ -181,8 +183,12 @@ class LogRow(Mapping[str, float]):
 
         Mapping.get would catch an exception for each missing value, which is slow in a report.
         """
-        value = self._step if name == "step" else self._table.value(self._row, name)
-        return default if value is None else value
+        if name == "step":
+            return self._step
+        value = self._table.value(self._row, name)
+        if value is None:
+            return default
+        return value
 
     def __iter__(self) -> Iterator[str]:
         yield "step"

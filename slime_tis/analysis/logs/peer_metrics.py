@@ -26,7 +26,9 @@ class PeerMetric(NamedTuple):
 
 def log_of_mean_ratio(value: float) -> float:
     """Returns an estimate of mean abs(Δ) from NeMo-RL's mean of exp(abs(Δ)), at least 1."""
-    return math.log(value) if value > 0 else -math.inf
+    if value > 0:
+        return math.log(value)
+    return -math.inf
 
 
 def negated(value: float) -> float:

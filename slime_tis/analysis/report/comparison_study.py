@@ -137,7 +137,9 @@ def nearest_column(
         if not column.covers or _kind(column.conditions) != _kind(conditions):
             continue
         # σ√T of a column is a result of the methods in it, so it only breaks ties.
-        ratio = abs(math.log(sigma / column.center)) if sigma > 0 else 0.0
+        ratio = 0.0
+        if sigma > 0:
+            ratio = abs(math.log(sigma / column.center))
         candidate = (distance(conditions, column.conditions), ratio)
         if candidate < smallest:
             smallest = candidate
@@ -149,7 +151,9 @@ def _kind(conditions: Conditions) -> str:
     """Returns the kind of mismatch, because methods that help with one kind fail with another."""
     if conditions.stale_servers > 0:
         return "stale servers"
-    return "old weights" if conditions.age > 0 else "current weights"
+    if conditions.age > 0:
+        return "old weights"
+    return "current weights"
 
 
 def distance(conditions: Conditions, of_column: Conditions) -> float:
@@ -193,8 +197,9 @@ def best_cell(column: Column, columns: Sequence[Column], conditions: Conditions)
 
     def worst_mean_gap(cell: Cell) -> tuple[float, float]:
         method_record = record(cell.method, columns)
-        mean_gap = method_record.high if method_record else math.inf
-        return mean_gap, cell.gap
+        if method_record is None:
+            return math.inf, cell.gap
+        return method_record.high, cell.gap
 
     others = [cell for cell in near if cell.method != STANDARD]
     # Standard PPO may be the only method of the column.

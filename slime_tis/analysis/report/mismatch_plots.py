@@ -96,7 +96,10 @@ def plain(values: Any) -> list[Any]:
     numbers: list[Any] = np.asarray(values).tolist()
     for index, number in enumerate(numbers):
         if isinstance(number, float):
-            numbers[index] = float(f"{number:.5g}") if math.isfinite(number) else None
+            # JSON has no NaN. Five digits keep the page small.
+            numbers[index] = None
+            if math.isfinite(number):
+                numbers[index] = float(f"{number:.5g}")
     return numbers
 
 
@@ -112,7 +115,9 @@ def plots(table: TokenTable, color: int = 0, name: str = "") -> list[Plot]:
     if not valid.any():
         return []
     log_ratio = table.log_ratio[valid]
-    prefix = f"{name}, " if name else ""
+    prefix = ""
+    if name:
+        prefix = f"{name}, "
     drawn = [
         _density(table.policy_log_prob[valid], table.rollout_log_prob[valid]),
         _tail(log_ratio, color, prefix),
@@ -171,7 +176,9 @@ def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
     mean = np.bincount(index, size, len(ids)) / np.maximum(counts, 1)
     largest = np.zeros(len(ids))
     np.maximum.at(largest, index, size)
-    order = np.argsort(-np.where(counts >= MIN_COUNT, mean, -1))[:WORST_TOKENS]
+    # Rare ids come last, whatever their mean.
+    rank = np.where(counts >= MIN_COUNT, mean, -1)
+    order = np.argsort(-rank)[:WORST_TOKENS]
     rows = []
     for i in order[counts[order] >= MIN_COUNT]:
         row = {
@@ -185,8 +192,10 @@ def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
 
 
 def _density(train_N: Array, rollout_N: Array) -> Plot:
+    """The number of tokens by both log-probs, as a heat map."""
     # The rarest tokens are drawn at the edge, so that they do not squeeze all others into a corner.
-    low = float(max(np.quantile(np.minimum(train_N, rollout_N), 0.0005), -40.0)) - 1e-3
+    smallest = np.quantile(np.minimum(train_N, rollout_N), 0.0005)
+    low = float(max(smallest, -40.0)) - 1e-3
     edges = np.linspace(low, 0, CELLS + 1)
     counts, _, _ = np.histogram2d(
         np.clip(train_N, low, 0), np.clip(rollout_N, low, 0), bins=[edges, edges]
@@ -233,6 +242,7 @@ def _density(train_N: Array, rollout_N: Array) -> Plot:
 
 
 def _tail(log_ratio_N: Array, color: int, prefix: str) -> Plot:
+    """The share of tokens above each size of Δ, one line per sign."""
     traces = []
     for sign, label, dash in ((-1, "Δ < 0", "dot"), (1, "Δ > 0", "solid")):
         size = np.sort(np.maximum(sign * log_ratio_N, 0))

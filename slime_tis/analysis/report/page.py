@@ -145,6 +145,7 @@ def page_data(
 
 
 def _title(sources: Sequence[Source]) -> str:
+    """The names of one or two sources, or their number."""
     if len(sources) > 2:
         return f"{len(sources)} runs"
     return " and ".join(source.name for source in sources)
@@ -164,6 +165,7 @@ def _warnings(sources: Sequence[Source]) -> list[dict[str, Any]]:
 def _worst_tokens(
     table: TokenTable | None, decode: page_samples.Decode | None
 ) -> list[dict[str, Any]]:
+    """The token ids with the largest mismatch, with their texts."""
     if table is None:
         return []
     rows = mismatch_plots.worst_tokens(table)
@@ -237,7 +239,9 @@ def _what_if(table: TokenTable | None) -> dict[str, Any]:
             f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens."
         )
     used_steps = max(result.steps or 0 for result in results)
-    steps = 1 if table.step is None else len(np.unique(table.step))
+    steps = 1
+    if table.step is not None:
+        steps = len(np.unique(table.step))
     if used_steps < steps:
         notes.append(
             f"Whole-batch corrections ({BATCHWISE}) were computed on {used_steps} of {steps:,}"
@@ -264,7 +268,12 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
     for row, (bias, loss) in zip(rows, points, strict=True):
         # Rounding may give a cosine slightly above 1.
         labels.append(f"{results[row].name}<br>bias {max(bias, 0.0):.3g}, lost sample {loss:.3g}")
-    colors = [COLORS[1] if is_best else COLORS[0] for is_best in _front(points)]
+    colors = []
+    for is_best in _front(points):
+        color = COLORS[0]
+        if is_best:
+            color = COLORS[1]
+        colors.append(color)
     trace = {
         "type": "scatter",
         "mode": "markers",
@@ -322,6 +331,7 @@ def render(data: dict[str, Any]) -> str:
         "PLOTS": (files / "plots.js").read_text("utf-8"),
     }
     template = (files / "page.html").read_text("utf-8")
+    # A function, because re would read backslashes in the data as escapes of a template.
     return re.sub(r"/\*([A-Z]+)\*/", lambda mark: parts[mark[1]], template)
 
 
@@ -359,8 +369,11 @@ def _json(data: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
+    """Returns a value with None for numbers that JSON does not have."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        return value
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -377,7 +390,10 @@ def _mismatch_plots(sources: Sequence[Source]) -> list[Plot]:
     drawn: dict[str, Plot] = {}
     for color, source in enumerate(tables):
         assert source.table is not None
-        prefix = html.escape(source.name) if len(tables) > 1 else ""
+        prefix = ""
+        if len(tables) > 1:
+            # plotly reads names of series as HTML.
+            prefix = html.escape(source.name)
         for plot in mismatch_plots.plots(source.table, color, prefix):
             if plot.id not in drawn:
                 drawn[plot.id] = plot
@@ -391,7 +407,9 @@ def _mismatch_note(sources: Sequence[Source]) -> str:
     notes: list[str] = []
     for source in sources:
         note = source.note
-        size = None if source.table is None else source.table.metadata.get("sampled")
+        size = None
+        if source.table is not None:
+            size = source.table.metadata.get("sampled")
         if size:
             note = f"Computed on a random part of the dump's {size['samples']:,} samples."
         if note and note not in notes:
@@ -400,6 +418,7 @@ def _mismatch_note(sources: Sequence[Source]) -> str:
 
 
 def _facts(table: TokenTable | None) -> list[dict[str, str]]:
+    """The numbers above the mismatch plots."""
     if table is None:
         return []
     numbers = mismatch_plots.summary(table)

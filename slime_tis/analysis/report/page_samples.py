@@ -61,7 +61,8 @@ def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
         return None
     from tokenizers import Tokenizer
 
-    try:  # transformers would read more files of the directory, and could run code in it
+    try:
+        # transformers would read more files of the directory, and could run code in it.
         tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
     except Exception as error:  # tokenizers raises Exception itself
         if not hf_checkpoint:
@@ -95,21 +96,33 @@ def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTabl
     order = np.argsort(-mean_S, kind="stable")
     if table.tokens <= max_tokens and len(table) <= MAX_SAMPLES:
         return table.select(order)
-    if table.group is not None:  # all samples of a group follow its first one
-        steps = table.step if table.step is not None else np.zeros(len(table), np.int32)
-        _, group = np.unique(np.stack([steps, table.group]), axis=1, return_inverse=True)
-        group = group.reshape(-1)[order]
-        _, first, index = np.unique(group, return_index=True, return_inverse=True)
-        order = order[np.argsort(first[index], kind="stable")]
+    if table.group is not None:
+        order = _grouped(table, order)
     lengths = table.response_length
-    worst = order[np.cumsum(lengths[order]) <= max_tokens // 2][: MAX_SAMPLES // 2]
+    fits = np.cumsum(lengths[order]) <= max_tokens // 2
+    worst = order[fits][: MAX_SAMPLES // 2]
     others = np.random.default_rng(0).permutation(np.setdiff1d(order, worst))
     budget = max_tokens - int(lengths[worst].sum())
-    others = others[np.cumsum(lengths[others]) <= budget][: MAX_SAMPLES - len(worst)]
+    fits = np.cumsum(lengths[others]) <= budget
+    others = others[fits][: MAX_SAMPLES - len(worst)]
     chosen = np.concatenate([worst, others])
     if not len(chosen):  # a single response exceeds the limit
         chosen = order[:1]
     return table.select(chosen[np.argsort(-mean_S[chosen], kind="stable")])
+
+
+def _grouped(table: TokenTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns an order of samples in which all samples of a group follow its first one."""
+    steps = table.step
+    if steps is None:
+        steps = np.zeros(len(table), np.int32)
+    # Group numbers begin anew in each step.
+    assert table.group is not None
+    step_and_group = np.stack([steps, table.group])
+    _, group = np.unique(step_and_group, axis=1, return_inverse=True)
+    group = group.reshape(-1)[order]
+    _, first, index = np.unique(group, return_index=True, return_inverse=True)
+    return order[np.argsort(first[index], kind="stable")]
 
 
 def mean_size(table: TokenTable) -> NDArray[np.float64]:
@@ -134,7 +147,8 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
     if table.metadata.get("old_policy") in ("recomputed", "interpolated"):
         columns["old"] = table.old_log_prob
     for name in OPTIONAL_COLUMNS:
-        if (column := getattr(table, name)) is not None:
+        column = getattr(table, name)
+        if column is not None:
             columns[name] = column
     ids = None
     texts = None
@@ -151,13 +165,17 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
         layers = int(np.clip(MAX_EXPERTS // (table.tokens * k), 1, all_layers))
         experts = {"layers": layers, "of": all_layers, "k": k}
         columns["experts"] = table.experts[:, :layers].astype(np.int16)
+    # The 99 % quantile, so that a few broken tokens do not make all others pale.
+    scale = 1.0
+    if len(size):
+        scale = float(np.quantile(size, 0.99))
     return {
         "offsets": table.offsets.tolist(),
         "columns": columns,
         "experts": experts,
         "ids": ids,
         "texts": texts,
-        "scale": float(np.quantile(size, 0.99)) if len(size) else 1.0,
+        "scale": scale,
         "criteria": [str(name) for name in table.metadata.get("criteria") or ()],
         "samples": _samples(table, decode),
     }
@@ -180,7 +198,9 @@ def packed(payload: dict[str, Any]) -> bytes:
         part = _aligned(content, b"\0")
         parts.append(part)
         start += len(part)
-    head = _aligned(json.dumps({**payload, "columns": layout}, allow_nan=False).encode(), b" ")
+    text = json.dumps({**payload, "columns": layout}, allow_nan=False)
+    # With spaces, which JSON allows at its end.
+    head = _aligned(text.encode(), b" ")
     return b"".join([struct.pack("<I", len(head)), head, *parts])
 
 
@@ -190,6 +210,7 @@ def _aligned(part: bytes, filler: bytes) -> bytes:
 
 
 def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
+    """The numbers and texts of each sample."""
     valid_N = table.valid
     size_N = np.abs(table.log_ratio)
     mean_S = mean_size(table)
@@ -206,14 +227,17 @@ def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
             "valid": int(valid.sum()),
         }
         for name in ("step", "sample_index", "group", "reward", "truncated"):
-            if (column := getattr(table, name)) is not None and np.isfinite(column[i]):
+            column = getattr(table, name)
+            if column is not None and np.isfinite(column[i]):
                 sample[name] = column[i].item()
         if table.advantage is not None:
             advantages = table.advantage[rows][valid]
             finite = advantages[np.isfinite(advantages)]
             if len(finite):
                 sample["advantage"] = float(finite.mean(dtype=np.float64))
-        text = "" if table.text is None else table.text[i]
+        text = ""
+        if table.text is not None:
+            text = table.text[i]
         if len(text) > text_limit:
             text = text[:text_limit] + "…"
         sample["text"] = text
@@ -229,5 +253,10 @@ def _prompt(table: TokenTable, i: int, decode: Decode | None, limit: int) -> str
         text = table.prompt_text[i]
     elif table.prompt is not None:
         ids = table.prompt[i][-limit:].tolist()
-        text = " ".join(map(str, ids)) if decode is None else "".join(decode(ids))
-    return text if len(text) <= limit else "…" + text[-limit:]
+        if decode is None:
+            text = " ".join(map(str, ids))
+        else:
+            text = "".join(decode(ids))
+    if len(text) > limit:
+        return "…" + text[-limit:]
+    return text

@@ -87,21 +87,26 @@ def measured(
     if result.server:
         of_server = table.of_worker(result.server)
         stale_servers = float(of_server.valid.sum() / table.valid.sum())
+    if precision not in PRECISION_CLASSES:
+        precision = None
     conditions = Conditions(
         age=int(ages.max(initial=0)),
-        precision=precision if precision in PRECISION_CLASSES else None,
+        precision=precision,
         steps=_steps_per_rollout(table, options or {}),
         stale_servers=stale_servers,
     )
     cause = result.cause
     if cause == "unexplained":
         cause = _probable_cause(tokens_of(table), result, is_old=conditions.age > 0)
+    youngest = 0
+    if len(ages):
+        youngest = int(ages.min())
     return Mismatch(
         cause=cause,
         is_certain=cause == result.cause,
         conditions=conditions,
         has_ages=len(ages) > 0,
-        youngest=int(ages.min()) if len(ages) else 0,
+        youngest=youngest,
         k3=k3,
         sigma=math.sqrt(2 * k3 * tokens),
         tokens=tokens,
@@ -310,7 +315,9 @@ def _gap_in_words(cell: Cell) -> str:
 
 
 def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
+    if count == 1:
+        return "1 step"
+    return f"{count} steps"
 
 
 def _percent(share: float) -> str:

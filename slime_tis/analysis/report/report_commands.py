@@ -48,7 +48,9 @@ def report(
     if out:  # before the inputs, which may take minutes to read
         check_output(Path(out))
     sources = [open_source(path, len(paths)) for path in paths]
-    target = Path(out) if out else _default_output(sources)
+    target = _default_output(sources)
+    if out:
+        target = Path(out)
     writes = bool(out) or not as_json
     if writes:
         check_output(target)
@@ -147,7 +149,8 @@ def diagnosis(
     if as_json:
         values = {"name": source.name, **result.as_json(), **facts}
         text = json.dumps(values, indent=1, allow_nan=False)
-    if exceeded := _exceeded(limits, result, source):
+    exceeded = _exceeded(limits, result, source)
+    if exceeded:
         raise LimitExceeded(exceeded, text)
     return text
 
@@ -197,7 +200,8 @@ def _exceeded(limits: dict[str, float], result: Diagnosis, source: Source) -> li
         value, reason = _measured(name, source)
         if reason:
             words.append(f"{name} {reason}, so its limit {limits[name]:g} cannot be checked")
-        elif not value <= limits[name]:  # also true for NaN
+        # Negated, so that NaN exceeds the limit.
+        elif not value <= limits[name]:
             words.append(f"{name} is {value:.3g}, the limit {limits[name]:g}")
     return words
 
@@ -209,10 +213,13 @@ def _measured(name: str, source: Source) -> tuple[float, str]:
     """
     if source.table is not None and source.table.valid.any():
         numbers = mismatch_plots.summary(source.table)
-        key = "k3" if name == "k3" else "mean_abs_log_ratio"
+        key = "mean_abs_log_ratio"
+        if name == "k3":
+            key = "k3"
         return numbers[key], ""
     metric = MEASURES[name]
-    if facts := invalid_values(source.metrics, (metric,)):
+    facts = invalid_values(source.metrics, (metric,))
+    if facts:
         return math.nan, f"is not known: {facts[0]}"
     values = series_of(source.metrics, metric)
     if not values:
@@ -280,6 +287,7 @@ def _last_mismatch(source: Source) -> dict[str, str]:
 
 
 def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The entries of two mappings that differ, in words."""
     changes = []
     for name in {**before, **after}:
         if before.get(name) != after.get(name):
@@ -298,7 +306,10 @@ def _mismatch(before: TokenTable, after: TokenTable) -> list[str]:
     mean_after, error_after = _mean_size(after)
     difference = mean_after - mean_before
     error = float(np.hypot(error_before, error_after))
-    noise = "" if abs(difference) > 2 * error else ", within the noise of the samples"
+    noise = ""
+    # Negated, so that NaN is no difference.
+    if not abs(difference) > 2 * error:
+        noise = ", within the noise of the samples"
     lines = [
         f"mean abs(Δ): {mean_before:.3g} → {mean_after:.3g} nats (difference {difference:.2g},"
         f" standard error {error:.2g}{noise})"

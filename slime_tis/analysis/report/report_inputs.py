@@ -74,6 +74,7 @@ class Source:
 
 
 def _how_to_dump(log: Log) -> str:
+    """How the framework of a log writes tokens, as a sentence."""
     advice = dump_advice(log.framework)
     if log.framework:
         return f"With {log.framework}, {advice}."
@@ -98,7 +99,9 @@ def open_source(path: str, sources: int = 1) -> Source:
     if (source / METRICS).is_file():
         return _run(source, max_tokens, max_bytes)
     has_dumps = source.is_dir() and bool(dump_files(source))
-    log = None if has_dumps else read_log(source)
+    log = None
+    if not has_dumps:
+        log = read_log(source)
     name = source.name or path  # the path "." has no name
     if log is not None:
         return Source(
@@ -131,6 +134,7 @@ def _refuse(directory: Path) -> None:
 
 
 def _note_of_dump(table: TokenTable) -> str:
+    """The columns that a dump lacks, in words; empty if none is missing."""
     if table.tokens and (table.weight_version is None or table.step is None):
         return (
             "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."
@@ -178,6 +182,7 @@ def _run(directory: Path, max_tokens: int, max_bytes: int) -> Source:
 
 
 def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """The rows of a metrics.jsonl; raises ValueError for values that train.py never logs."""
     if path.stat().st_size > MAX_LOG_SIZE:
         raise ValueError(
             f"{quoted_path(path)} has more than {MAX_LOG_SIZE >> 20} MiB; give a dump instead of"

@@ -18,9 +18,13 @@ def t_probability(t: float, degrees: int) -> float:
     angle = math.atan(t / math.sqrt(degrees))
     cosine = math.cos(angle)
     is_odd = degrees % 2 == 1
-    term = cosine if is_odd else 1.0
+    term = 1.0
+    first_power = 0
+    if is_odd:
+        term = cosine
+        first_power = 1
     total = 0.0
-    for power in range(1 if is_odd else 0, degrees - 1, 2):
+    for power in range(first_power, degrees - 1, 2):
         total += term
         term *= cosine**2 * (power + 1) / (power + 2)
     if is_odd:
