@@ -16,13 +16,12 @@ from slime_tis.trainer.agents import slime_client
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.servers.answers import parse
+from slime_tis.trainer.engines.servers.answers import WeightName, parse
 from slime_tis.trainer.engines.servers.errors import InvalidAnswer
 from slime_tis.trainer.engines.servers.health import Timeouts
 from slime_tis.trainer.engines.sglang.sglang_answers import (
     ControlAnswer,
     GenerateAnswer,
-    ModelInfo,
     ServerDescription,
 )
 from slime_tis.trainer.rewards import symbolic
@@ -152,7 +151,7 @@ SCHEMAS: dict[str, Any] = {
     "generate_stop": GenerateAnswer,
     "generate_spans_abort": GenerateAnswer,
     "score": GenerateAnswer,
-    "model_info": ModelInfo,
+    "model_info": WeightName,
     "server_info": ServerDescription,
     "begin_weight_update": ControlAnswer,
 }
@@ -182,7 +181,7 @@ NOT_UTF_8 = {
 
 
 @pytest.mark.parametrize("name", NOT_UTF_8)
-@pytest.mark.parametrize("schema", [GenerateAnswer, ModelInfo, ServerDescription, ControlAnswer])
+@pytest.mark.parametrize("schema", [GenerateAnswer, WeightName, ServerDescription, ControlAnswer])
 def test_text_that_is_not_utf_8_is_an_invalid_answer(name: str, schema: Any) -> None:
     try:
         parse(schema, NOT_UTF_8[name])

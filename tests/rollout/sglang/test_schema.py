@@ -10,11 +10,10 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.answers import parse, version_number
+from slime_tis.trainer.engines.servers.answers import WeightName, parse, version_number
 from slime_tis.trainer.engines.servers.api import GenerateRequest
 from slime_tis.trainer.engines.servers.errors import InvalidAnswer
 from slime_tis.trainer.engines.sglang.sglang_answers import (
-    ModelInfo,
     ServerDescription,
     parse_checksums,
     parse_generation,
@@ -273,7 +272,7 @@ def test_a_missing_score_is_refused() -> None:
     ids=["after updates", "not named"],
 )
 def test_the_weight_version_of_a_server(answer: Any, version: str | None) -> None:
-    assert parse(ModelInfo, json.dumps(answer).encode()).weight_version == version
+    assert parse(WeightName, json.dumps(answer).encode()).weight_version == version
 
 
 def test_the_recorded_layout_of_a_server() -> None:

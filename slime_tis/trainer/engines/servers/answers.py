@@ -6,12 +6,13 @@ counts.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from slime_tis.errors import quoted
@@ -62,6 +63,15 @@ class WeightSpan(Answer):
         self.version = version_number(self.version)
 
 
+class WeightName(Answer):
+    """The answer to the question for the name of a server's weights."""
+
+    weight_version: str | None = None
+
+    def __post_init__(self) -> None:
+        version_number(self.weight_version)
+
+
 class _Worker(Answer):
     url: str
 
@@ -104,6 +114,26 @@ def parse_workers(body: bytes) -> list[str]:
     workers = parse(_Workers, body).workers
     # Routers append @RANK to the URL of a data-parallel rank.
     return [re.sub(r"@\d+$", "", worker.url) for worker in workers]
+
+
+def parse_weight_name(body: bytes) -> str | None:
+    """Parses the name of a server's weights; None if it names none."""
+    return parse(WeightName, body).weight_version
+
+
+def checksums_by_tensor(ranks: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Returns the checksums by tensor, one of each rank that has the tensor."""
+    checksums: dict[str, list[str]] = {}
+    for rank in ranks:
+        for name, checksum in rank.items():
+            checksums.setdefault(name, []).append(checksum)
+    return checksums
+
+
+def is_older(version: str, oldest: tuple[int, ...]) -> bool:
+    """Whether a server's version is older; a server that reports no version is not."""
+    numbers = [int(number) for number in re.findall("[0-9]{1,9}", version)[: len(oldest)]]
+    return any(numbers) and tuple(numbers) < oldest
 
 
 def version_number(name: object) -> int:
@@ -186,6 +216,12 @@ def checked_log_probs(token_ids: Sequence[int], entries: Sequence[TokenLogProb])
                 f"log-prob {position} is of token {quoted(entry.token)}, but the token is {token}"
             )
     return Numbers("d", np.minimum(log_probs, 0.0).tobytes())
+
+
+def has_duplicates(experts: npt.NDArray[np.integer[Any]]) -> bool:
+    """Whether a token has the same expert twice in a layer, in experts [tokens, layers, k]."""
+    columns = np.ascontiguousarray(experts.reshape(-1, experts.shape[-1]).T)
+    return any((columns[i] == columns[j]).any() for i in range(len(columns)) for j in range(i))
 
 
 def check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | None) -> None:

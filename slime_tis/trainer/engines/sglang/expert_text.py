@@ -5,15 +5,15 @@ Their text may be 98 % of an answer, so it is decoded in blocks and never kept c
 
 import binascii
 import re
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import pybase64
 import torch
 from torch import Tensor
 
 from slime_tis.trainer.engines.local.routing import expert_dtype
+from slime_tis.trainer.engines.servers.answers import has_duplicates
 from slime_tis.trainer.engines.servers.api import ExpertLayout
 from slime_tis.trainer.engines.servers.errors import InvalidAnswer
 
@@ -92,7 +92,7 @@ class ExpertText:
             raise InvalidAnswer(self._problem)
         experts = np.concatenate(self._blocks)
         blocks = np.split(experts, range(COMPARED_ROWS, num_rows, COMPARED_ROWS))
-        if any(map(_has_duplicates, blocks)):
+        if any(map(has_duplicates, blocks)):
             # SGLang returns zeros if its kernels do not record experts: the message names the
             # cause.
             for i, layer in enumerate(self._layout.moe.layers):
@@ -146,9 +146,3 @@ class ExpertText:
             )
             return
         self._blocks.append(experts.astype(self._dtype))
-
-
-def _has_duplicates(experts: npt.NDArray[np.integer[Any]]) -> bool:
-    """Whether a token has the same expert twice in a layer."""
-    columns = np.ascontiguousarray(experts.reshape(-1, experts.shape[-1]).T)
-    return any((columns[i] == columns[j]).any() for i in range(len(columns)) for j in range(i))

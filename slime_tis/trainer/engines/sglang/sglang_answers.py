@@ -21,8 +21,8 @@ from slime_tis.trainer.engines.servers.answers import (
     check_vocabulary,
     checked_generation,
     checked_log_probs,
+    checksums_by_tensor,
     parse,
-    version_number,
 )
 from slime_tis.trainer.engines.servers.api import GenerateRequest
 from slime_tis.trainer.engines.servers.errors import InvalidAnswer
@@ -61,15 +61,6 @@ class GenerateAnswer(Answer):
 
     output_ids: list[TokenId]
     meta_info: OutputMeta
-
-
-class ModelInfo(Answer):
-    """The answer to GET /model_info."""
-
-    weight_version: str | None = None
-
-    def __post_init__(self) -> None:
-        version_number(self.weight_version)
 
 
 class ServerDescription(Answer):
@@ -172,8 +163,4 @@ def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
     ranks = parse(ControlAnswer, body).ranks
     if ranks is None:
         raise InvalidAnswer("it has no ranks")
-    checksums: dict[str, list[str]] = {}
-    for rank in ranks:
-        for name, checksum in rank.checksums.items():
-            checksums.setdefault(name, []).append(checksum)
-    return checksums
+    return checksums_by_tensor(rank.checksums for rank in ranks)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,12 @@ import torch
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.answers import parse, parse_workers
+from slime_tis.trainer.engines.servers.answers import (
+    is_older,
+    parse,
+    parse_weight_name,
+    parse_workers,
+)
 from slime_tis.trainer.engines.servers.api import (
     CONTROL_TIMEOUT,
     HEALTH_TIMEOUT,
@@ -44,7 +48,6 @@ from slime_tis.trainer.engines.servers.update_group import TorchGroup, new_group
 from slime_tis.trainer.engines.sglang.expert_text import ExpertText
 from slime_tis.trainer.engines.sglang.sglang_answers import (
     ControlAnswer,
-    ModelInfo,
     ServerDescription,
     parse_cached_tokens,
     parse_checksums,
@@ -147,11 +150,7 @@ class SGLangApi:
 
     def weight_version(self) -> Call[str | None]:
         """GET /model_info."""
-
-        def version(body: bytes) -> str | None:
-            return parse(ModelInfo, body).weight_version
-
-        return Call(endpoint="/model_info", parse=version)
+        return Call(endpoint="/model_info", parse=parse_weight_name)
 
     def checksums(self) -> Call[Mapping[str, list[str]]]:
         """POST /weights_checker."""
@@ -185,9 +184,7 @@ class SGLangApi:
             max_input_len = description.max_req_input_len - 1
             max_total_len = max_input_len + INPUT_MARGIN
         problem = None
-        numbers = re.findall("[0-9]{1,9}", description.version)[:3]
-        # A server that reports no version is not refused.
-        if (0, 0, 0) < tuple(map(int, numbers)) < OLDEST:
+        if is_older(description.version, OLDEST):
             problem = f"runs SGLang {description.version}; update it to 0.5.23 or newer."
         return ServerInfo(
             max_input_len=max_input_len,

@@ -14,6 +14,7 @@ from torch import Tensor
 from slime_tis.errors import quoted
 from slime_tis.trainer.data.sample import FinishReason
 from slime_tis.trainer.engines.function_requests import Generation
+from slime_tis.trainer.engines.local.routing import expert_dtype
 from slime_tis.trainer.engines.servers.answers import (
     Answer,
     LogProb,
@@ -26,8 +27,9 @@ from slime_tis.trainer.engines.servers.answers import (
     check_vocabulary,
     checked_generation,
     checked_log_probs,
+    checksums_by_tensor,
+    has_duplicates,
     parse,
-    version_number,
 )
 from slime_tis.trainer.engines.servers.api import ExpertLayout, GenerateRequest, ServedModel
 from slime_tis.trainer.engines.servers.errors import InvalidAnswer, ReportedFailure
@@ -103,15 +105,6 @@ class GenerateAnswer(Answer):
         return self.choices[0]
 
 
-class WeightInfo(Answer):
-    """The answer to GET /weight_info."""
-
-    weight_version: str | None = None
-
-    def __post_init__(self) -> None:
-        version_number(self.weight_version)
-
-
 class PauseState(Answer):
     """The answer to GET /is_paused."""
 
@@ -169,6 +162,10 @@ class _WorldSize(Answer):
 
 class _Results(Answer):
     results: list[Any]
+
+
+class _RankChecksums(Answer):
+    results: list[dict[str, str]]
 
 
 class _CacheReset(Answer):
@@ -232,11 +229,9 @@ def routed_experts(text: str | None, layout: ExpertLayout, num_rows: int) -> Ten
             f"routed_experts has {experts.min()} to {experts.max()}, but there are"
             f" {moe.num_experts} experts"
         )
-    in_order = np.sort(experts, axis=-1)
-    if (in_order[..., 1:] == in_order[..., :-1]).any():
+    if has_duplicates(experts):
         raise InvalidAnswer("routed_experts has the same expert twice for a token")
-    dtype = np.uint8 if moe.num_experts <= 256 else np.int16
-    return torch.from_numpy(experts.astype(dtype))
+    return torch.from_numpy(experts).to(expert_dtype(moe.num_experts))
 
 
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
@@ -281,13 +276,7 @@ def parse_cached_tokens(body: bytes) -> int | None:
 
 def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
     """Parses the checksums of `WorkerExtension.weight_checksums`, one per rank and tensor."""
-    checksums: dict[str, list[str]] = {}
-    for rank in parse(_Results, body).results:
-        if not isinstance(rank, dict):
-            raise InvalidAnswer(f"the checksums of a rank are {quoted(rank)}")
-        for name, checksum in rank.items():
-            checksums.setdefault(name, []).append(str(checksum))
-    return checksums
+    return checksums_by_tensor(parse(_RankChecksums, body).results)
 
 
 def parse_problems(body: bytes) -> None:

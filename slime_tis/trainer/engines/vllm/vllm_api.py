@@ -9,7 +9,6 @@ in a closed network.
 import argparse
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,12 @@ from safetensors import safe_open
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.answers import parse, parse_workers
+from slime_tis.trainer.engines.servers.answers import (
+    is_older,
+    parse,
+    parse_weight_name,
+    parse_workers,
+)
 from slime_tis.trainer.engines.servers.api import (
     CONTROL_TIMEOUT,
     HEALTH_TIMEOUT,
@@ -133,10 +137,7 @@ class VllmApi:
 
     def weight_version(self) -> Call[str | None]:
         """See ServerApi."""
-        return Call(
-            endpoint="/weight_info",
-            parse=lambda body: parse(vllm_answers.WeightInfo, body).weight_version,
-        )
+        return Call(endpoint="/weight_info", parse=parse_weight_name)
 
     def checksums(self) -> Call[Mapping[str, list[str]]]:
         """See ServerApi; vLLM's own /weight_checker hashes nothing on a CPU."""
@@ -204,9 +205,7 @@ class VllmApi:
     async def _problem(
         self, server: Connection, version: str, logprobs_mode: str | None
     ) -> str | None:
-        numbers = tuple(int(number) for number in re.findall("[0-9]{1,9}", version)[:2])
-        # A development build may report no version.
-        if (0, 0) < numbers < OLDEST_VLLM:
+        if is_older(version, OLDEST_VLLM):
             return f"runs vLLM {version}; update it to 0.32 or newer."
         if logprobs_mode != "processed_logprobs":
             return (
