@@ -44,9 +44,10 @@ def sorting_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 def test_the_sorting_example_learns(sorting_run: FinishedRun) -> None:
-    accuracies = [float(text) for text in re.findall(r"eval accuracy: (\S+)", sorting_run.stdout)]
-    # From 0.30 to 0.55 in fp32. The standard error of an accuracy is 0.03.
-    assert accuracies[-1] > accuracies[0] + 0.1
+    accuracies = re.search(r"eval accuracy: (\S+) -> (\S+)", sorting_run.stdout)
+    assert accuracies is not None
+    # From 0.32 to 0.58 with vLLM. The standard error of an accuracy is 0.03.
+    assert float(accuracies[2]) > float(accuracies[1]) + 0.1
 
 
 def test_every_step_of_the_sorting_example_has_the_mismatch_of_bf16(
