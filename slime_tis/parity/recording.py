@@ -26,6 +26,7 @@ IN_A_LAYER = (
     "key rope",
     "attention",
     "output projection",
+    "norm after attention",
     "residual after attention",
     "norm before MLP",
     "router logits",
@@ -38,6 +39,7 @@ IN_A_LAYER = (
     "activation",
     "down projection",
     "MLP",
+    "norm after MLP",
     "residual after MLP",
 )
 """Operations of a layer in the order of computation."""
@@ -167,6 +169,16 @@ class Site:
     """Returns one result per operation."""
     join: Callable[[Sequence[Tensor], Tensor], Tensor] = lambda parts, value: parts[0]
     """The inverse: (results, a tensor of the wanted shape) → the module's value."""
+
+
+def split_in_half(value: Tensor) -> Sequence[Tensor]:
+    """Returns the two results of a joint gate and up projection; see `Site.split`."""
+    return value.chunk(2, -1)
+
+
+def side_by_side(results: Sequence[Tensor], value: Tensor) -> Tensor:
+    """Joins results whose features follow each other in a module's value; see `Site.join`."""
+    return torch.cat(list(results), -1).reshape(value.shape)
 
 
 @contextmanager

@@ -20,10 +20,14 @@ from slime_tis.parity.recording import (
     Site,
     hooked,
     replaced_attribute,
+    side_by_side,
+    split_in_half,
 )
 from slime_tis.trainer.invariant import operations as invariant_operations
 from slime_tis.trainer.invariant.self_check import HEAD as TILES_OF_HEAD
 from slime_tis.trainer.megatron import layers
+from slime_tis.trainer.megatron.family_layers import NormThenAdd
+from slime_tis.trainer.megatron.layers import AttentionTraits
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 
 OUTPUTS = {
@@ -44,6 +48,8 @@ INPUTS = {
     "mlp.linear_fc2": "activation",
 }
 """Operations by the module of a layer whose input they are."""
+OUTPUT_NORMS = {"self_attn_bda": "norm after attention", "mlp_bda": "norm after MLP"}
+"""Operations by the module that has a norm of an output in some families."""
 QKV = "self_attention.linear_qkv"
 GATE_UP = "mlp.linear_fc1"
 ROUTER = "mlp.router"
@@ -111,6 +117,10 @@ def _layer_sites(modules: dict[str, nn.Module], number: int, config: Any) -> lis
             assert module is not None
             operation = Operation(name, number)
             sites.append(Site(module=module, operations=(operation,), is_input=is_input))
+    for path, name in OUTPUT_NORMS.items():
+        module = modules.get(path)
+        if isinstance(module, NormThenAdd):
+            sites.append(Site(module=module.norm, operations=(Operation(name, number),)))
     if config.tensor_model_parallel_size > 1:
         # Ranks divide the rows of joint projections, and not always by groups.
         return sites
@@ -124,7 +134,12 @@ def _layer_sites(modules: dict[str, nn.Module], number: int, config: Any) -> lis
     if is_dense:
         gate_up = (Operation("gate projection", number), Operation("up projection", number))
         sites.append(
-            Site(module=modules[GATE_UP], operations=gate_up, split=_split_gate, join=_join_gate)
+            Site(
+                module=modules[GATE_UP],
+                operations=gate_up,
+                split=split_in_half,
+                join=side_by_side,
+            )
         )
     return sites
 
@@ -155,14 +170,6 @@ def _qkv_layout(
     return split, join
 
 
-def _split_gate(value: Tensor) -> Sequence[Tensor]:
-    return value.chunk(2, -1)
-
-
-def _join_gate(parts: Sequence[Tensor], value: Tensor) -> Tensor:
-    return torch.cat(list(parts), -1).reshape(value.shape)
-
-
 def _router_hook(number: int, recorder: Recorder) -> Callable[..., Any]:
     """Records a router's weights [tokens, experts]."""
 
@@ -182,15 +189,22 @@ def _recorded_rope(decoder_layers: Any, recorder: Recorder) -> Iterator[None]:
     remaining: list[Operation] = []
 
     def entered(number: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            # The attention module rotates queries, then keys.
-            remaining[:] = [Operation("query rope", number), Operation("key rope", number)]
+        def hook(attention: Any, _: Any) -> None:
+            remaining.clear()
+            traits = getattr(attention, "traits", AttentionTraits())
+            # If neighbors are turned together, training has another order of features.
+            if not traits.turns_neighbors:
+                # The attention module rotates queries, then keys.
+                remaining.append(Operation("query rope", number))
+                remaining.append(Operation("key rope", number))
 
         return hook
 
     def observed(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def function(x: Tensor, *angles: Tensor) -> Tensor:
             output = rotate(x, *angles)
+            if not remaining:
+                return output
             replaced = recorder.take(remaining.pop(0), output)
             return output if replaced is None else replaced
 

@@ -5,7 +5,7 @@ are not recorded.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from slime_tis.parity.recording import (
     Site,
     hooked,
     replaced_attribute,
+    side_by_side,
+    split_in_half,
 )
 
 OUTPUTS = {
@@ -31,6 +33,8 @@ OUTPUTS = {
     "self_attn.q_norm": "query norm",
     "self_attn.k_norm": "key norm",
     "self_attn.o_proj": "output projection",
+    # GLM-4.
+    "post_self_attn_layernorm": "norm after attention",
     "post_attention_layernorm": "norm before MLP",
     "mlp.experts": "experts",
     # Qwen2-MoE. megatron-core's shared expert includes the gate.
@@ -40,6 +44,8 @@ OUTPUTS = {
     "mlp.up_proj": "up projection",
     "mlp.down_proj": "down projection",
     "mlp": "MLP",
+    # GLM-4.
+    "post_mlp_layernorm": "norm after MLP",
     "": "residual after MLP",
 }
 """Operations by the module of a layer whose output they are."""
@@ -49,6 +55,13 @@ INPUTS = {
     "mlp.down_proj": "activation",
 }
 """Operations by the module of a layer whose input they are."""
+NORM_AFTER_MLP = "post_feedforward_layernorm"
+"""Layers with this module, of OLMo 2 and Gemma 2, have another `post_attention_layernorm`: the norm
+of the attention's output."""
+NORM_BEFORE_MLP = "pre_feedforward_layernorm"
+"""The norm before the MLP of such a layer, in Gemma 2."""
+FUSED_QKV = "self_attn.qkv_proj"
+FUSED_GATE_UP = "mlp.gate_up_proj"
 ROUTERS = ("mlp.gate",)
 """Modules that return router logits, weights of the chosen experts, and their numbers."""
 ROPE = "apply_rotary_pos_emb"
@@ -96,13 +109,57 @@ def _layer_sites(layer: nn.Module, number: int) -> list[Site]:
     sites = []
     # A dense MLP's output is its down projection's.
     is_dense = _submodule(layer, "mlp.down_proj") is not None
-    for table, is_input in ((INPUTS, True), (OUTPUTS, False)):
+    inputs, outputs = _names(layer)
+    for table, is_input in ((inputs, True), (outputs, False)):
         for path, name in table.items():
             module = _submodule(layer, path)
             if module is None or (name == "MLP" and is_dense):
                 continue
             operations = (Operation(name, number),)
             sites.append(Site(module=module, operations=operations, is_input=is_input))
+    return sites + _fused_sites(layer, number)
+
+
+def _names(layer: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns `INPUTS` and `OUTPUTS` of a layer."""
+    inputs = dict(INPUTS)
+    outputs = dict(OUTPUTS)
+    if _submodule(layer, NORM_AFTER_MLP) is not None:
+        outputs["post_attention_layernorm"] = "norm after attention"
+        outputs[NORM_AFTER_MLP] = "norm after MLP"
+        del inputs["post_attention_layernorm"]
+        if _submodule(layer, NORM_BEFORE_MLP) is not None:
+            outputs[NORM_BEFORE_MLP] = "norm before MLP"
+            inputs[NORM_BEFORE_MLP] = "residual after attention"
+        else:
+            inputs["mlp"] = "residual after attention"
+    return inputs, outputs
+
+
+def _fused_sites(layer: nn.Module, number: int) -> list[Site]:
+    """Returns the sites of joint projections, in Phi-3 and GLM-4."""
+    sites = []
+    qkv = _submodule(layer, FUSED_QKV)
+    if isinstance(qkv, nn.Linear):
+        attention: Any = layer.get_submodule("self_attn")
+        keys = attention.config.num_key_value_heads * attention.head_dim
+        sizes = [qkv.out_features - 2 * keys, keys, keys]
+        operations = (
+            Operation("query projection", number),
+            Operation("key projection", number),
+            Operation("value projection", number),
+        )
+
+        def split(value: Tensor) -> Sequence[Tensor]:
+            return value.split(sizes, -1)
+
+        sites.append(Site(module=qkv, operations=operations, split=split, join=side_by_side))
+    gate_up = _submodule(layer, FUSED_GATE_UP)
+    if gate_up is not None:
+        halves = (Operation("gate projection", number), Operation("up projection", number))
+        sites.append(
+            Site(module=gate_up, operations=halves, split=split_in_half, join=side_by_side)
+        )
     return sites
 
 

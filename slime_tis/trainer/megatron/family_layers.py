@@ -24,6 +24,11 @@ class NormThenAdd(nn.Module):
         # A registered module would give the weight a second name.
         self._norm = (norm,)
 
+    @property
+    def norm(self) -> TorchRMSNorm:
+        """The norm of the output."""
+        return self._norm[0]
+
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """Returns the function that megatron-core applies to the output of attention or MLP."""
 
@@ -33,7 +38,7 @@ class NormThenAdd(nn.Module):
             output, bias = output_and_bias
             if bias is not None:
                 output = output + bias
-            normalized: Tensor = self._norm[0](output)
+            normalized: Tensor = self.norm(output)
             return residual + normalized
 
         return add
