@@ -151,7 +151,7 @@ def _fused_sites(layer: nn.Module, number: int) -> list[Site]:
         )
 
         def split(value: Tensor) -> Sequence[Tensor]:
-            return value.split(sizes, -1)
+            return torch.split(value, sizes, -1)
 
         sites.append(Site(module=qkv, operations=operations, split=split, join=side_by_side))
     gate_up = _submodule(layer, FUSED_GATE_UP)

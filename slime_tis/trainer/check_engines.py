@@ -168,14 +168,17 @@ class EngineCheck:
         """Names the first operation of training that differs from transformers'; a collective.
 
         Returns:
-            A sentence. It is empty if a rank has a part of the layers or of the sequences, or if
-            the checkpoint is large.
+            A sentence. It is empty if a rank has a part of the layers or of the sequences, if the
+            policy is not the checkpoint, or if the checkpoint is large.
         """
         config = self.learner.engine.config
         parallel = self.learner.parallel
-        has_all = parallel.pipeline_size * parallel.context_size == 1
+        is_divided = parallel.pipeline_size * parallel.context_size > 1 or config.sequence_parallel
+        # An adapter of an earlier run changes the policy.
+        if is_divided or config.lora_adapter_path is not None:
+            return ""
         size = on_rank_zero(lambda: checkpoint_bytes(config.hf_checkpoint))
-        if not has_all or config.sequence_parallel or size > MAX_PROVEN_BYTES:
+        if size > MAX_PROVEN_BYTES:
             return ""
         # The longest answer shows most positions.
         longest = max(samples, key=lambda sample: len(sample.tokens))
