@@ -38,13 +38,17 @@ class Weight:
 
     layout: Layout
     tensors: tuple[FileTensor, ...]
-    needs: Literal["qkv_bias", "qk_norm", None] = None
+    needs: Literal["qkv_bias", "qk_norm", "query_rank", "no_query_rank", None] = None
     """Property of the attention without which the weight does not exist; None if it always does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention with grouped queries."""
+    """Attention with grouped queries, or latent attention."""
+
+    latent: bool = False
+    """Whether keys and values are projections of one latent vector per token: multi-head latent
+    attention of DeepSeek-V2."""
 
     qkv_bias: bool | str = False
     """Bias on the query, key and value projections, or the field of config.json with this flag."""
@@ -52,8 +56,9 @@ class Attention:
     """RMSNorm on queries and keys, or the field of config.json with this flag."""
     qk_norm_over: Literal["head", "all_heads"] = "head"
     """Features over which a norm of queries or keys takes the mean square."""
-    rotary_pairs: Literal["halves", "neighbors"] = "halves"
-    """Features that the rotary embedding turns together: i and i + d/2, or 2i and 2i + 1."""
+    turns_neighbors: bool | str = False
+    """Whether the rotary embedding turns the features 2i and 2i + 1 instead of i and i + d/2, or
+    the field of config.json with this flag."""
     rotary_layers: str | None = None
     """Field with a flag for each layer: whether it has a rotary embedding; None: all have."""
     window: str | None = None
@@ -65,11 +70,15 @@ class Attention:
 class Experts:
     """Layers with a router and experts; the fields are names in config.json."""
 
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """How scores are computed. Sigmoid routers choose by score and bias, and may have groups."""
+    router: Literal["softmax", "greedy_softmax", "sigmoid"] = "softmax"
+    """How scores are computed. A softmax follows `norm_topk_prob`; a greedy one keeps the scores of
+    the chosen experts and scales them. Sigmoid routers choose by score and bias, may have groups,
+    and scale."""
     count: str = "num_experts"
     """Field with the number of routed experts."""
-    sparse_layers: Literal["decoder_sparse_step", "first_k_dense_replace"] = "decoder_sparse_step"
+    sparse_layers: Literal["decoder_sparse_step", "first_k_dense_replace", "mlp_layer_types"] = (
+        "decoder_sparse_step"
+    )
     """Field that decides which layers have experts."""
     shared_count: str | None = None
     """Field with the number of shared experts, each as large as a routed expert."""
@@ -86,9 +95,10 @@ class Family:
     title: str
     """Name in messages."""
     model_type: str
-    """Field model_type of config.json."""
-    read_as: str | None = None
-    """model_type in transformers with the same layers, if transformers does not know the family."""
+    """Field model_type of config.json, as transformers knows it."""
+    aliases: tuple[str, ...] = ()
+    """Values of model_type in published files that transformers does not know. The layers are those
+    of `model_type`."""
     unused_tensors: tuple[str, ...] = ()
     """Beginnings of names of tensors that are neither trained nor exported, such as layers for
     multi-token prediction; only needed if transformers does not know them."""
@@ -134,12 +144,23 @@ def layer_weights(hf: Any, *, is_sparse: bool) -> dict[str, Weight]:
     for name, weight in family.weights.items():
         if name.startswith("mlp.") and name.startswith("mlp.linear") == is_sparse:
             continue
-        if weight.needs is not None:
-            flag = getattr(family.attention, weight.needs)
-            if not flag_value(hf, flag):
-                continue
-        weights[name] = weight
+        if _has_property(hf, weight.needs):
+            weights[name] = weight
     return weights
+
+
+def _has_property(hf: Any, name: str | None) -> bool:
+    """Returns whether the attention of a model has a property that `Weight.needs` names."""
+    attention = family_of(hf).attention
+    if name == "qkv_bias":
+        return flag_value(hf, attention.qkv_bias)
+    if name == "qk_norm":
+        return flag_value(hf, attention.qk_norm)
+    if name == "query_rank":
+        return hf.q_lora_rank is not None
+    if name == "no_query_rank":
+        return hf.q_lora_rank is None
+    return True
 
 
 def _weight(layout: Layout, name: str, *shape: str) -> Weight:
@@ -222,6 +243,42 @@ SELECTION_BIAS: Mapping[str, Weight] = {
     "mlp.router.expert_bias": _weight("replicated", "mlp.gate.e_score_correction_bias", "experts"),
 }
 
+LATENT_ATTENTION: Mapping[str, Weight] = {
+    "self_attention.linear_q_proj.weight": Weight(
+        "columns",
+        (FileTensor("self_attn.q_proj.weight", ("latent_queries", "hidden")),),
+        "no_query_rank",
+    ),
+    "self_attention.linear_q_down_proj.weight": Weight(
+        "replicated",
+        (FileTensor("self_attn.q_a_proj.weight", ("query_rank", "hidden")),),
+        "query_rank",
+    ),
+    "self_attention.q_layernorm.weight": Weight(
+        "replicated",
+        (FileTensor("self_attn.q_a_layernorm.weight", ("query_rank",)),),
+        "query_rank",
+    ),
+    "self_attention.linear_q_up_proj.weight": Weight(
+        "columns",
+        (FileTensor("self_attn.q_b_proj.weight", ("latent_queries", "query_rank")),),
+        "query_rank",
+    ),
+    "self_attention.linear_kv_down_proj.weight": _weight(
+        "replicated", "self_attn.kv_a_proj_with_mqa.weight", "rank_and_rotated", "hidden"
+    ),
+    "self_attention.kv_layernorm.weight": _weight(
+        "replicated", "self_attn.kv_a_layernorm.weight", "rank"
+    ),
+    "self_attention.linear_kv_up_proj.weight": _weight(
+        "columns", "self_attn.kv_b_proj.weight", "keys_and_values", "rank"
+    ),
+    "self_attention.linear_proj.weight": _weight(
+        "rows", "self_attn.o_proj.weight", "hidden", "values"
+    ),
+}
+"""Multi-head latent attention, with megatron-core's names."""
+
 FUSED_QKV: Mapping[str, Weight] = {
     "self_attention.linear_qkv.weight": _weight(
         "fused_qkv", "self_attn.qkv_proj.weight", "qkv", "hidden"
@@ -232,6 +289,16 @@ FUSED_GATE_UP: Mapping[str, Weight] = {
 }
 
 LLAMA: Mapping[str, Weight] = {**PRE_NORMS, **ATTENTION, **MLP}
+SHARED_EXPERTS: Mapping[str, Weight] = _gated_mlp(
+    "mlp.shared_experts", "mlp.shared_experts", "shared_inner"
+)
+DEEPSEEK: Mapping[str, Weight] = {
+    **PRE_NORMS,
+    **LATENT_ATTENTION,
+    **MLP,
+    **EXPERTS,
+    **SHARED_EXPERTS,
+}
 
 ROTARY = "transformers.models.{0}.modeling_{0}:{1}RotaryEmbedding"
 
@@ -306,8 +373,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "MiMoForCausalLM": Family(
         title="MiMo",
-        model_type="mimo",
-        read_as="qwen2",
+        model_type="qwen2",
+        aliases=("mimo",),
         unused_tensors=("model.mtp_layers.",),
         rotary_class=ROTARY.format("qwen2", "Qwen2"),
         attention=Attention(qkv_bias=True),
@@ -317,7 +384,7 @@ FAMILIES: Mapping[str, Family] = {
         title="GLM-4-0414",
         model_type="glm4",
         rotary_class=ROTARY.format("glm4", "Glm4"),
-        attention=Attention(qkv_bias="attention_bias", rotary_pairs="neighbors"),
+        attention=Attention(qkv_bias="attention_bias", turns_neighbors=True),
         norms="both",
         weights={
             **LLAMA,
@@ -370,8 +437,48 @@ FAMILIES: Mapping[str, Family] = {
             **QK_NORM,
             **EXPERTS,
             **SELECTION_BIAS,
-            **_gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_inner"),
+            **SHARED_EXPERTS,
         },
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        title="DeepSeek-V2-Lite",
+        model_type="deepseek_v2",
+        rotary_class=ROTARY.format("deepseek_v2", "DeepseekV2"),
+        attention=Attention(latent=True, turns_neighbors=True),
+        experts=Experts(
+            router="greedy_softmax",
+            count="n_routed_experts",
+            sparse_layers="first_k_dense_replace",
+            shared_count="n_shared_experts",
+        ),
+        weights=DEEPSEEK,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        title="DeepSeek-V3",
+        model_type="deepseek_v3",
+        aliases=("kimi_k2",),
+        rotary_class=ROTARY.format("deepseek_v3", "DeepseekV3"),
+        attention=Attention(latent=True, turns_neighbors="rope_interleave"),
+        experts=Experts(
+            router="sigmoid",
+            count="n_routed_experts",
+            sparse_layers="first_k_dense_replace",
+            shared_count="n_shared_experts",
+        ),
+        weights={**DEEPSEEK, **SELECTION_BIAS},
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        title="GLM-4.7-Flash",
+        model_type="glm4_moe_lite",
+        rotary_class=ROTARY.format("glm4_moe_lite", "Glm4MoeLite"),
+        attention=Attention(latent=True, turns_neighbors="rope_interleave"),
+        experts=Experts(
+            router="sigmoid",
+            count="n_routed_experts",
+            sparse_layers="mlp_layer_types",
+            shared_count="n_shared_experts",
+        ),
+        weights={**DEEPSEEK, **SELECTION_BIAS},
     ),
 }
 """Supported families, by their architecture in config.json."""

@@ -34,6 +34,11 @@ COUNTS = (
     "n_shared_experts",
     "n_group",
     "topk_group",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
 """Fields of config.json that are positive integers."""
 FLAGS = (
@@ -44,6 +49,7 @@ FLAGS = (
     "mlp_bias",
     "use_sliding_window",
     "norm_topk_prob",
+    "rope_interleave",
 )
 """Fields of config.json that are true or false."""
 
@@ -151,8 +157,9 @@ def load_config(directory: str | Path) -> Any:
     model = parse_object(path.read_bytes(), str(path))
     family = FAMILIES[model["architectures"][0]]
     try:
-        if family.read_as is not None and model.get("model_type") == family.model_type:
-            hf = CONFIG_MAPPING[family.read_as].from_dict({**model, "model_type": family.read_as})
+        if model.get("model_type") in family.aliases:
+            fields = {**model, "model_type": family.model_type}
+            hf = CONFIG_MAPPING[family.model_type].from_dict(fields)
         else:
             hf = AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
@@ -161,7 +168,7 @@ def load_config(directory: str | Path) -> Any:
         raise ValueError(
             f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}."
         ) from error
-    if hf.model_type != (family.read_as or family.model_type):
+    if hf.model_type != family.model_type:
         problem = (
             f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]};"
             f" {family.model_type} does"
@@ -178,6 +185,8 @@ def moe_layers(hf: Any) -> list[int]:
     experts = family_of(hf).experts
     if experts is None:
         return []
+    if experts.sparse_layers == "mlp_layer_types":
+        return [layer for layer, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"]
     if experts.sparse_layers == "first_k_dense_replace":
         return list(range(hf.first_k_dense_replace, hf.num_hidden_layers))
     layers = []
@@ -217,11 +226,24 @@ def _moe_problem(hf: Any) -> str:
     problem = ""
     if experts.router == "sigmoid":
         problem = _sigmoid_router_problem(hf, sizes)
+    elif experts.router == "greedy_softmax":
+        problem = _greedy_router_problem(hf)
     elif sizes.top_k == 1 and hf.norm_topk_prob:
         problem = "norm_topk_prob true with num_experts_per_tok 1, whose router has no gradient"
     if not problem and sizes.top_k > sizes.num_experts:
         problem = f"num_experts_per_tok {sizes.top_k}, of {sizes.num_experts} experts"
     return problem
+
+
+def _greedy_router_problem(hf: Any) -> str:
+    """Returns an unsupported property of a router of DeepSeek-V2, or an empty text."""
+    # megatron-core scores a group by several experts, DeepSeek-V2 by its best one
+    if hf.topk_method != "greedy":
+        return f"topk_method {quoted(hf.topk_method)}, but only greedy is supported"
+    # transformers ignores the field
+    if hf.norm_topk_prob:
+        return "norm_topk_prob true, which is not supported for this family"
+    return ""
 
 
 def _sigmoid_router_problem(hf: Any, sizes: MoeSizes) -> str:
@@ -235,6 +257,10 @@ def _sigmoid_router_problem(hf: Any, sizes: MoeSizes) -> str:
     )
     if sizes.layers[0] < 0:
         return f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more"
+    # transformers ignores this field if mlp_layer_types decides
+    first = getattr(hf, "first_k_dense_replace", sizes.layers[0])
+    if list(sizes.layers) != list(range(first, hf.num_hidden_layers)):
+        return f"first_k_dense_replace {first}, but other layers have experts"
     # megatron-core divides the scores of several experts by their sum; it does not divide the score
     # of a single expert
     if hf.norm_topk_prob != (top_k > 1):
@@ -299,6 +325,28 @@ def _check_fields(model: Mapping[str, Any], where: str) -> None:
                 )
     for rope in ropes:
         _check_rope_type(rope, where)
+    if FAMILIES[model["architectures"][0]].attention.latent:
+        _check_latent_sizes(model, where)
+    else:
+        _check_head_sizes(model, where)
+
+
+def _check_latent_sizes(model: Mapping[str, Any], where: str) -> None:
+    """Refuses sizes of latent attention that do not fit."""
+    heads = model.get("num_attention_heads")
+    key_heads = model.get("num_key_value_heads")
+    if key_heads is not None and key_heads != heads:
+        raise ValueError(
+            f"{where} num_key_value_heads {key_heads}, which must be num_attention_heads {heads}"
+            " in latent attention."
+        )
+    rotated = model.get("qk_rope_head_dim") or 2
+    if rotated % 2:
+        raise ValueError(f"{where} qk_rope_head_dim {rotated}, which must be even.")
+
+
+def _check_head_sizes(model: Mapping[str, Any], where: str) -> None:
+    """Refuses heads of grouped queries whose sizes do not divide."""
     heads = model.get("num_attention_heads") or 1
     hidden = model.get("hidden_size") or 2 * heads
     groups = model.get("num_key_value_heads") or 1

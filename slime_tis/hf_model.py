@@ -38,7 +38,7 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
 
     family = FAMILIES.get(architecture, NO_FAMILY)
     options = {}
-    if family.read_as is not None:
+    if family.aliases:
         options["config"] = load_config(directory)
     if not any((Path(directory) / name).is_file() for name in (SINGLE, INDEX)):
         check_torch(directory)  # transformers reads pytorch_model.bin

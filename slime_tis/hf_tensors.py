@@ -10,7 +10,7 @@ from typing import Any
 
 from slime_tis.atomic_files import parse_object
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.families import MODEL_WEIGHTS, Weight, layer_weights
+from slime_tis.families import MODEL_WEIGHTS, Weight, family_of, layer_weights
 from slime_tis.hf_directory import load_config, moe_sizes
 
 REQUIRED_FIELDS = (
@@ -132,18 +132,17 @@ def _file_tensors(
 
 def dimensions(hf: Any) -> dict[str, int]:
     """Returns the sizes of a model that `FileTensor.shape` names."""
-    head = head_size(hf)
     sizes = {
         "one": 1,
         "vocab": hf.vocab_size,
         "hidden": hf.hidden_size,
-        "head": head,
-        "queries": hf.num_attention_heads * head,
-        "keys": hf.num_key_value_heads * head,
-        "qkv": (hf.num_attention_heads + 2 * hf.num_key_value_heads) * head,
         "inner": hf.intermediate_size,
         "gate_up": 2 * hf.intermediate_size,
     }
+    if family_of(hf).attention.latent:
+        sizes |= _latent_dimensions(hf)
+    else:
+        sizes |= _grouped_dimensions(hf)
     moe = moe_sizes(hf)
     if moe is not None:
         sizes["experts"] = moe.num_experts
@@ -152,8 +151,37 @@ def dimensions(hf: Any) -> dict[str, int]:
     return sizes
 
 
+def _grouped_dimensions(hf: Any) -> dict[str, int]:
+    """Returns the sizes of attention with grouped queries."""
+    head = head_size(hf)
+    heads = hf.num_attention_heads
+    groups = hf.num_key_value_heads
+    return {
+        "head": head,
+        "queries": heads * head,
+        "keys": groups * head,
+        "qkv": (heads + 2 * groups) * head,
+    }
+
+
+def _latent_dimensions(hf: Any) -> dict[str, int]:
+    """Returns the sizes of multi-head latent attention."""
+    heads = hf.num_attention_heads
+    return {
+        "query_rank": hf.q_lora_rank or 0,
+        "latent_queries": heads * (hf.qk_nope_head_dim + hf.qk_rope_head_dim),
+        "rank": hf.kv_lora_rank,
+        "rank_and_rotated": hf.kv_lora_rank + hf.qk_rope_head_dim,
+        "keys_and_values": heads * (hf.qk_nope_head_dim + hf.v_head_dim),
+        "values": heads * hf.v_head_dim,
+    }
+
+
 def head_size(hf: Any) -> int:
-    """Returns the number of features of a query head."""
+    """Returns the number of features of a head's output, and with grouped queries of a query."""
+    if family_of(hf).attention.latent:
+        value_size: int = hf.v_head_dim
+        return value_size
     size: int = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     return size
 

@@ -6,11 +6,17 @@ from pathlib import Path
 import torch
 from tokenizers import processors
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GenerationConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -47,8 +53,15 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
 }
-PUBLISHED_FIELDS = {"mimo": {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}}
+PUBLISHED_FIELDS = {
+    "mimo": {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"},
+    "kimi_k2": {"model_type": "kimi_k2"},
+}
 """Fields of published checkpoints of families that transformers does not know, by family."""
 PAD, BOS, EOS = 0, 1, 2
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO >+-*=:.,?"
@@ -68,7 +81,27 @@ SIZES = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+LATENT_SIZES = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    # norms of latent vectors have another ε, which this one would reveal
+    "rms_norm_eps": 1e-2,
+}
+DEEPSEEK_V3_SIZES = {**LATENT_SIZES, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MOE_SIZES = {
+    "deepseek_v2": {**LATENT_SIZES, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v3": DEEPSEEK_V3_SIZES,
+    "kimi_k2": DEEPSEEK_V3_SIZES,
+    "glm4_moe_lite": LATENT_SIZES,
     "qwen2_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -139,6 +172,13 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
     config_file.write_text(json.dumps(fields | PUBLISHED_FIELDS.get(family, {}), indent=2))
     make_tokenizer().save_pretrained(path)
     return Path(path)
+
+
+def architecture_of_family(family):
+    """The architecture in config.json of a family's checkpoints."""
+    _, model_class = FAMILIES[family]
+    published = PUBLISHED_FIELDS.get(family, {})
+    return published.get("architectures", [model_class.__name__])[0]
 
 
 def architecture_of(directory):

@@ -267,7 +267,7 @@ OTHER_EXPERIMENTS = {
     "another optimizer": ("--optimizer muon", "always adam here"),
     "images": ("--multimodal-keys '{}'", "prompts are text"),
     "hook of Megatron": ("--custom-megatron-init-path a.b", "inside the training engine"),
-    "latent attention": ("--multi-latent-attention", "layers that this program lacks"),
+    "gated attention": ("--use-gated-attention", "layers that this program lacks"),
 }
 
 
@@ -361,7 +361,7 @@ MODELS = {
         "--tensor-model-parallel-size 3",
         "num_key_value_heads is 8",
     ),
-    "unsupported name": ("/none/Kimi-K2-Instruct", "--lr 1", "of an unsupported family"),
+    "unsupported name": ("/none/Kimi-Linear-48B", "--lr 1", "of an unsupported family"),
     "quantized name": ("/none/Qwen3-4B-FP8", "--lr 1", "by its name quantized"),
 }
 

@@ -55,6 +55,20 @@ QWEN3_MOE = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
+MOONLIGHT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+}
 GLM4 = {
     "architectures": ["Glm4ForCausalLM"],
     "num_key_value_heads": 2,
@@ -141,6 +155,13 @@ def test_all_unknown_flags_are_one_message_in_groups():
             " --rotary-percent 0.5 --add-qkv-bias --num-query-groups 2",
             GLM4,
         ),
+        (
+            "--multi-latent-attention --kv-channels 128 --kv-lora-rank 512 --qk-head-dim 128"
+            " --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --num-experts 64"
+            " --moe-router-pre-softmax --moe-router-score-function sigmoid"
+            " --moe-shared-expert-intermediate-size 2816 --rotary-interleaved",
+            MOONLIGHT,
+        ),
         ("--num-layers 7 --rotary-base 3", {}),
         ("--num-layers 7 --rotary-base 3", None),
     ],
@@ -151,6 +172,7 @@ def test_all_unknown_flags_are_one_message_in_groups():
         "qwen3-30b-a3b",
         "glm-4.5",
         "glm-4-9b-0414",
+        "moonlight",
         "empty config.json",
         "no config.json",
     ],
@@ -161,6 +183,8 @@ def test_flags_that_repeat_config_json_are_accepted(line, model):
 
 # (flags, config.json, part of the message)
 CONTRADICTIONS = [
+    ("--kv-lora-rank 256", MOONLIGHT, "kv_lora_rank 512"),
+    ("--multi-latent-attention", QWEN3, "latent_attention false"),
     ("--post-mlp-layernorm", QWEN3, "output_norms false"),
     ("--rotary-interleaved", QWEN3, "rotary_interleaved false"),
     ("--kv-channels 64", QWEN3, "head_dim 128"),

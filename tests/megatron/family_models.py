@@ -2,6 +2,17 @@
 
 from typing import Any
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+}
+"""DeepSeek-V3's, with a shorter original context, so that every frequency differs."""
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, no window": ("mistral", {"sliding_window": None}),
     "mistral, window": ("mistral", {"sliding_window": 6}),
@@ -24,5 +35,16 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("mimo", {}),
     "glm4, biases": ("glm4", {}),
     "glm4, no biases": ("glm4", {"attention_bias": False}),
+    "deepseek_v2, queries without latent vectors": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "n_shared_experts": 2},
+    ),
+    "deepseek_v3, YaRN, groups": (
+        "deepseek_v3",
+        {"rope_parameters": YARN, "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3, Moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}),
+    "kimi_k2": ("kimi_k2", {"rope_parameters": {**YARN, "factor": 32.0}}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
 }
 """Name → family and fields of config.json that differ from `tests.checkpoints.SIZES`."""

@@ -362,6 +362,9 @@ def trains_within_the_plan(parallel, directory, layout):
             "qwen3", 1, {"freeze_params_name_list": ("linear_fc2", "output")}, id="frozen weights"
         ),
         pytest.param("qwen3_moe", 1, {}, id="experts"),
+        pytest.param("olmo2", 1, {}, id="norms over all heads"),
+        pytest.param("glm4", 1, {}, id="norms of outputs"),
+        pytest.param("deepseek_v3", 1, {}, id="latent attention"),
         pytest.param(
             "qwen3",
             2,
@@ -383,6 +386,10 @@ def test_the_peak_of_a_step_is_predicted(family, ranks, layout, tmp_path):
         sizes["moe_intermediate_size"] = 256
         # A rank's share of the tokens differs from layer to layer; more layers are nearer the mean.
         sizes["num_hidden_layers"] = 8
+    if family == "deepseek_v3":
+        sizes |= {"moe_intermediate_size": 256, "num_hidden_layers": 8}
+        sizes |= {"head_dim": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
+        sizes |= {"v_head_dim": 32, "q_lora_rank": 96, "kv_lora_rank": 64}
     make_checkpoint(tmp_path, family, **sizes)
     config = MegatronConfig(hf_checkpoint=str(tmp_path), **layout)
     planned = census(config).stages(config, ranks)
@@ -457,6 +464,8 @@ SMOLLM2 = {
     "qk_layernorm": False,
     "norms_all_heads": False,
     "norms_outputs": False,
+    "latent_query_channels": None,
+    "latent_width": 0,
     "use_te_activation_func": True,
 }
 HEAD = 12 * 576
@@ -524,6 +533,12 @@ CASES = {
         0,
         -1,
         4 * 30 * (PER_LAYER + 576 + 2 * 192) + HEAD,
+    ),
+    "latent attention": (
+        {"latent_query_channels": 96, "latent_width": 700},
+        0,
+        -1,
+        4 * 30 * (4 * 576 + 2 * 9 * 96 + 3 * 9 * 64 + 700 + 2 * 1536) + HEAD,
     ),
     "norms of outputs": ({"norms_outputs": True}, 0, -1, 4 * 30 * (PER_LAYER + 2 * 576) + HEAD),
     "norms of queries and keys": (

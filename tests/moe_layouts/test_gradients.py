@@ -4,9 +4,15 @@ from typing import Any
 
 import pytest
 
+from tests.megatron.family_models import FAMILY_MODELS
 from tests.megatron.gradients import OPTIONS, differing_gradients
 from tests.megatron.test_gradients import GROUPS
 
+FAMILY_MODELS_WITH_EXPERTS = (
+    "deepseek_v2, queries without latent vectors",
+    "deepseek_v3, YaRN, groups",
+    "glm4_moe_lite",
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, tied, first layer dense": (
         "qwen3_moe",
@@ -14,6 +20,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2_moe, gated shared expert": ("qwen2_moe", {}),
     "glm4_moe, groups, norms, biases, shared experts": ("glm4_moe", GROUPS),
+    **{name: FAMILY_MODELS[name] for name in FAMILY_MODELS_WITH_EXPERTS},
 }
 EXPERTS_2 = {"expert_model_parallel_size": 2}
 TENSOR_2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

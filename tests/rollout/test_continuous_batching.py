@@ -48,6 +48,9 @@ FAMILIES = [
     "olmo2",
     "mimo",
     "glm4",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
 ]
 SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
@@ -377,7 +380,7 @@ def generate_all(
     return asyncio.run(generate())
 
 
-@pytest.fixture(scope="module", params=["qwen2_moe", "qwen3_moe", "glm4_moe"])
+@pytest.fixture(scope="module", params=["qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def routed_run(request: pytest.FixtureRequest, batching: MakeScheduler) -> FamilyRun:
     """Conversations that share a prompt, with experts and their weights recorded."""
     scheduler = batching(request.param, records_routing=True)

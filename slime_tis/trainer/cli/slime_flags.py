@@ -68,6 +68,12 @@ RESTATED: Mapping[str, Restated] = {
     "--group-query-attention": Restated("grouped_query_attention", (True,)),
     "--num-query-groups": Restated("num_key_value_heads"),
     "--kv-channels": Restated("head_dim"),
+    "--multi-latent-attention": Restated("latent_attention", (True,)),
+    "--q-lora-rank": Restated("q_lora_rank"),
+    "--kv-lora-rank": Restated("kv_lora_rank"),
+    "--qk-head-dim": Restated("qk_nope_head_dim"),
+    "--qk-pos-emb-head-dim": Restated("qk_rope_head_dim"),
+    "--v-head-dim": Restated("v_head_dim"),
     "--vocab-size": Restated("vocab_size"),
     "--max-position-embeddings": Restated("max_position_embeddings"),
     "--normalization": Restated("normalization"),
@@ -79,6 +85,8 @@ RESTATED: Mapping[str, Restated] = {
     "--rotary-interleaved": Restated("rotary_interleaved", (True,)),
     "--use-rope-scaling": Restated("rope_scaling", (True,)),
     "--rotary-scaling-factor": Restated("rope_scaling_factor"),
+    "--mscale": Restated("mscale"),
+    "--mscale-all-dim": Restated("mscale_all_dim"),
     "--swiglu": Restated("hidden_act", ("silu", "swish")),
     "--disable-bias-linear": Restated("mlp_bias", (False,)),
     "--add-qkv-bias": Restated("attention_bias", (True,)),
@@ -220,10 +228,8 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
     ),
     "--multimodal-keys": "prompts are text; use slime for images",
     (
-        "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim "
-        "--qk-pos-emb-head-dim --v-head-dim --mscale --mscale-all-dim --use-gated-attention "
-        "--attention-output-gate --no-position-embedding --apply-layernorm-1p "
-        "--qwen-gdn-backend --freeze-indexer"
+        "--use-gated-attention --attention-output-gate --no-position-embedding "
+        "--apply-layernorm-1p --qwen-gdn-backend --freeze-indexer"
     ): (LAYERS),
 }
 """Advice on flags of training that this program cannot do, which `slime-tis port` refuses.
@@ -432,9 +438,15 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or name not in FAMILIES:
         return facts
     family = FAMILIES[name]
-    facts["rotary_interleaved"] = family.attention.rotary_pairs == "neighbors"
+    facts["rotary_interleaved"] = _family_fact(facts, family.attention.turns_neighbors)
     facts["output_norms"] = family.norms != "inputs"
-    facts["qk_norm"] = _family_fact(facts, family.attention.qk_norm)
+    facts["latent_attention"] = family.attention.latent
+    if family.attention.latent:
+        # Megatron's --kv-channels is the size of a value; the norms are those of latent vectors.
+        facts["head_dim"] = facts.get("v_head_dim")
+        facts["qk_norm"] = True
+    else:
+        facts["qk_norm"] = _family_fact(facts, family.attention.qk_norm)
     facts["attention_bias"] = _family_fact(facts, family.attention.qkv_bias)
     if family.experts is not None:
         facts |= _expert_facts(facts, family.experts)
@@ -452,7 +464,7 @@ def _rope_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": rope_type != "default",
         "rope_scaling_factor": rope.get("factor"),
     }
-    for name in ("rope_theta", "partial_rotary_factor"):
+    for name in ("rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"):
         if name in rope:
             rope_facts[name] = rope[name]
     return rope_facts
@@ -467,12 +479,16 @@ def _family_fact(facts: Mapping[str, Any], value: Any) -> Any:
 
 def _expert_facts(facts: Mapping[str, Any], experts: Experts) -> dict[str, Any]:
     """Returns the facts of a mixture of experts."""
+    score_function = "sigmoid" if experts.router == "sigmoid" else "softmax"
     expert_facts = {
         "num_experts": facts.get(experts.count),
-        "router_score_function": experts.router,
+        "router_score_function": score_function,
         "expert_bias": experts.router == "sigmoid",
         "shared_expert_gate": experts.has_shared_gate,
     }
+    if experts.router == "sigmoid":
+        # --moe-router-pre-softmax has no effect without a softmax
+        expert_facts["norm_topk_prob"] = None
     # GLM-4.5 has the number of shared experts, Qwen2-MoE their joint inner size.
     shared = None
     if experts.shared_count is not None:

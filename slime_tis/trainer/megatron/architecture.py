@@ -4,6 +4,7 @@ The supported families are in `slime_tis.families`.
 """
 
 import importlib
+import math
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -26,14 +27,21 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.families import Family, attention_windows, family_of, flag_value
+from slime_tis.families import (
+    Family,
+    attention_windows,
+    family_of,
+    flag_value,
+    layer_weights,
+)
 from slime_tis.hf_directory import load_config, moe_sizes, read_model_config
-from slime_tis.hf_tensors import head_size
+from slime_tis.hf_tensors import dimensions, head_size
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.invariant.self_check import Kernels, ModelShapes
 from slime_tis.trainer.megatron.family_layers import AllHeadsNorm, NormThenAdd
 from slime_tis.trainer.megatron.invariant_layers import use_invariant_operations
+from slime_tis.trainer.megatron.latent_attention import LatentAttention, LatentSizes
 from slime_tis.trainer.megatron.layers import (
     AttentionTraits,
     MoeRouter,
@@ -127,9 +135,16 @@ def sequence_workload(hf: HfConfig, tokens: int) -> float:
         hf: The model's configuration.
         tokens: T, prompt and response.
     """
-    head_dim = head_size(hf)
-    attention_width = hf.num_attention_heads * head_dim
-    projections = 2 * hf.hidden_size * (attention_width + hf.num_key_value_heads * head_dim)
+    sizes = dimensions(hf)
+    projections = 0
+    for name, weight in layer_weights(hf, is_sparse=False).items():
+        if name.startswith("self_attention."):
+            for tensor in weight.tensors:
+                projections += math.prod(sizes[dimension] for dimension in tensor.shape)
+    if "queries" in sizes:
+        attention_width = float(sizes["queries"])
+    else:
+        attention_width = (sizes["latent_queries"] + sizes["values"]) / 2
     inner_width = float(hf.intermediate_size)
     moe = moe_sizes(hf)
     if moe is not None:
@@ -235,6 +250,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
     # megatron-core reads it only to choose layers, which `build_model` does
     del same_options["transformer_impl"]
     has_qk_norm = flag_value(hf, family.attention.qk_norm)
+    is_latent = family.attention.latent
     over_all_heads = family.attention.qk_norm_over == "all_heads"
     dtype = DTYPES[config.precision]
     on_cpu = parallel.device.type == "cpu"
@@ -242,8 +258,9 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
+        num_query_groups=hf.num_attention_heads if is_latent else hf.num_key_value_heads,
         kv_channels=head_size(hf),
+        softmax_scale=softmax_scale(hf),
         ffn_hidden_size=hf.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
@@ -254,6 +271,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         qk_layernorm=has_qk_norm and not over_all_heads,
         norms_all_heads=has_qk_norm and over_all_heads,
         norms_outputs=family.norms == "both",
+        **_latent_options(hf),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -273,6 +291,19 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         batch_p2p_comm=not on_cpu,
         batch_p2p_sync=not on_cpu,
     )
+
+
+def _latent_options(hf: Any) -> dict[str, Any]:
+    """Returns the options of `ModelConfig` for latent attention; empty for grouped queries."""
+    if not family_of(hf).attention.latent:
+        return {}
+    sizes = latent_sizes(hf)
+    before_norms = (sizes.query_rank or 0) + sizes.rank + sizes.rotated
+    after_norms = (sizes.query_rank or 0) + sizes.rank
+    return {
+        "latent_query_channels": sizes.plain + sizes.rotated,
+        "latent_width": before_norms + after_norms,
+    }
 
 
 def fields_in_common(config: MegatronConfig, megatron_class: type) -> dict[str, Any]:
@@ -300,10 +331,12 @@ def _moe_options(hf: Any) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
     }
-    if experts.router == "softmax":
+    if experts.router != "sigmoid":
         options["moe_router_score_function"] = "softmax"
         # Normalized weights are a softmax over the chosen experts, others one over all experts.
         options["moe_router_pre_softmax"] = not hf.norm_topk_prob
+        if experts.router == "greedy_softmax":
+            options["moe_router_topk_scaling_factor"] = hf.routed_scaling_factor
         return options
     # "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.1.2
     options["moe_router_score_function"] = "sigmoid"
@@ -415,6 +448,10 @@ def _use_family_layers(
     if config.norms_all_heads:
         attention.q_layernorm = _all_heads_norm(config.num_attention_heads, parallel)
         attention.k_layernorm = _all_heads_norm(config.num_query_groups, parallel)
+    if family.attention.latent:
+        spec = layer.submodules.self_attention
+        spec.module = LatentAttention
+        spec.params = {**spec.params, "sizes": latent_sizes(hf)}
     if family.norms == "outputs":
         layer.submodules.input_layernorm = IdentityOp
         layer.submodules.pre_mlp_layernorm = IdentityOp
@@ -428,6 +465,34 @@ def _all_heads_norm(heads: int, parallel: Parallel) -> ModuleSpec:
     return ModuleSpec(AllHeadsNorm, params={"heads": heads, "group": parallel.tensor_group})
 
 
+def latent_sizes(hf: Any) -> LatentSizes:
+    """Returns the sizes of the latent attention of a model."""
+    return LatentSizes(
+        query_rank=hf.q_lora_rank,
+        rank=hf.kv_lora_rank,
+        plain=hf.qk_nope_head_dim,
+        rotated=hf.qk_rope_head_dim,
+        value=hf.v_head_dim,
+    )
+
+
+def softmax_scale(hf: Any) -> float | None:
+    """Returns the factor on products of queries and keys; None for d^(-1/2).
+
+    In latent attention with YaRN it is d^(-1/2) · m², m = 0.1 · mscale_all_dim · log(factor) + 1.
+
+    Source: DeepSeek-V3, inference/model.py, and transformers' `yarn_apply_mscale`.
+    """
+    if not family_of(hf).attention.latent:
+        return None
+    scale: float = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5
+    rope = hf.rope_parameters
+    all_dimensions = rope.get("mscale_all_dim")
+    if rope.get("rope_type", "default") != "default" and all_dimensions and rope["factor"] > 1:
+        scale *= (0.1 * all_dimensions * math.log(rope["factor"]) + 1.0) ** 2
+    return scale
+
+
 def attention_traits(hf: Any) -> tuple[AttentionTraits, ...]:
     """Returns the attention's traits of every layer of the model."""
     attention = family_of(hf).attention
@@ -439,7 +504,7 @@ def attention_traits(hf: Any) -> tuple[AttentionTraits, ...]:
     return tuple(
         AttentionTraits(
             rotates=rotates[layer],
-            turns_neighbors=attention.rotary_pairs == "neighbors",
+            turns_neighbors=flag_value(hf, attention.turns_neighbors),
             window=windows[layer],
         )
         for layer in layers

@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from slime_tis.trainer.megatron.layers import TorchRMSNorm
@@ -79,3 +80,12 @@ class AllHeadsNorm(nn.Module):
         normalized = (wide * scale * self.weight).to(x.dtype)
         output: Tensor = normalized.unflatten(-1, x.shape[-2:])
         return output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Returns the weight as one of the parts that tensor-parallel ranks save and load."""
+        parts: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
+        )
+        return parts

@@ -89,10 +89,10 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             query = self._rotated(query, layout)
             key = self._rotated(key, layout)
         if self.context_group.size() > 1:
-            local = torch.stack([key, value], 1)
+            local = torch.cat([key, value], -1)
             # gathers along the first dimension, the tokens
             gathered = gather_from_sequence_parallel_region(local, group=self.context_group)
-            key, value = gathered.unbind(1)
+            key, value = gathered.split([key.shape[-1], value.shape[-1]], -1)
         outputs = []
         for rows in layout.rows:
             output = self._attend(

@@ -138,6 +138,7 @@ def _values_of_a_layer(config: ModelConfig) -> float:
       the keys and values of all context-parallel ranks.
     * With norms of queries and keys, whose inputs are views of queries, keys and values as they
       leave their layer: these too.
+    * Instead of these, with latent attention `_latent_values`, and the latent vectors.
     * Gate and up of the MLP: 2 inner vectors, 4 for an expert, 5 with transformer-engine.
     * The inputs of the experts, sorted by expert: one hidden vector for each chosen expert.
     """
@@ -150,6 +151,10 @@ def _values_of_a_layer(config: ModelConfig) -> float:
         repeated = 2 * config.context_parallel_size
         inner_vectors = 2
     attention = (3 + repeated) * queries + 2 * groups
+    latents = 0.0
+    if config.latent_query_channels is not None:
+        attention = _latent_values(config)
+        latents = config.latent_width * _hidden_values(config) / config.hidden_size
     if config.qk_layernorm or config.norms_all_heads:
         attention += queries + 2 * groups
     inner = inner_vectors * config.ffn_hidden_size
@@ -163,7 +168,21 @@ def _values_of_a_layer(config: ModelConfig) -> float:
         expert_inputs = config.moe_router_topk * config.hidden_size * expert_tensor / tensor
     norms = 6 if config.norms_outputs else 4
     values: float = norms * _hidden_values(config) + (attention + inner) / tensor + expert_inputs
+    values += latents
     return values
+
+
+def _latent_values(config: ModelConfig) -> int:
+    """Returns values per token that latent attention saves, over all tensor-parallel ranks.
+
+    Queries, keys and values of all heads, and the output twice. The keys and values are those of
+    all context-parallel ranks.
+    """
+    assert config.latent_query_channels is not None
+    ranks: int = config.context_parallel_size
+    queries: int = config.num_attention_heads * config.latent_query_channels
+    values: int = config.num_attention_heads * config.kv_channels
+    return (1 + ranks) * queries + (2 + ranks) * values
 
 
 def _hidden_values(config: ModelConfig) -> float:

@@ -15,3 +15,9 @@ class ModelConfig(TransformerConfig):  # type: ignore[misc]  # megatron-core has
     is wrong for weights that these ranks divide."""
     norms_outputs: bool = False
     """Whether outputs of attention and MLP are normalized in addition to their inputs."""
+    latent_query_channels: int | None = None
+    """With latent attention, features of a head's queries and keys; `kv_channels` are those of its
+    values. None with grouped queries."""
+    latent_width: int = 0
+    """With latent attention, features of the latent vectors before and after their norms, which
+    every tensor-parallel rank keeps."""

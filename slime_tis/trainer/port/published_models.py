@@ -13,6 +13,16 @@ from slime_tis.trainer.port.gpus import count
 _QWEN3 = "--vocab-size 151936 --kv-channels 128 --qk-layernorm"
 _UNTIED = "--untie-embeddings-and-output-weights"
 _ROUTED = "--num-experts 128 --moe-router-topk 8"
+_LATENT = (
+    "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64"
+    " --v-head-dim 128"
+)
+_DEEPSEEK_V3 = (
+    "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128"
+    f" --vocab-size 129280 --q-lora-rank 1536 {_LATENT} --moe-layer-freq [0]*3+[1]*58"
+    " --moe-ffn-hidden-size 2048 --num-experts 256 --moe-router-topk 8"
+    f" --moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid {_UNTIED}"
+)
 PUBLISHED: Mapping[str, str] = {
     "qwen2.5-0.5b": (
         "--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 "
@@ -122,6 +132,34 @@ PUBLISHED: Mapping[str, str] = {
         "--num-layers 61 --hidden-size 6144 --ffn-hidden-size 23040 --num-attention-heads 48 "
         f"--num-query-groups 8 --kv-channels 128 --vocab-size 151552 {_UNTIED}"
     ),
+    "deepseek-v2-lite": (
+        "--num-layers 27 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16"
+        f" --vocab-size 102400 {_LATENT} --moe-layer-freq [0]*1+[1]*26 --moe-ffn-hidden-size 1408"
+        " --num-experts 64 --moe-router-topk 6 --moe-shared-expert-intermediate-size 2816"
+        f" --moe-router-pre-softmax {_UNTIED}"
+    ),
+    "moonlight-16b-a3b": (
+        "--num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264 --num-attention-heads 16"
+        f" --vocab-size 163840 {_LATENT} --moe-layer-freq [0]*1+[1]*26 --moe-ffn-hidden-size 1408"
+        " --num-experts 64 --moe-router-topk 6 --moe-shared-expert-intermediate-size 2816"
+        f" --moe-router-score-function sigmoid {_UNTIED}"
+    ),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-r1": _DEEPSEEK_V3,
+    "kimi-k2": (
+        "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 64"
+        f" --vocab-size 163840 --q-lora-rank 1536 {_LATENT} --moe-layer-freq [0]*1+[1]*60"
+        " --moe-ffn-hidden-size 2048 --num-experts 384 --moe-router-topk 8"
+        f" --moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid {_UNTIED}"
+    ),
+    "glm-4.7-flash": (
+        "--num-layers 47 --hidden-size 2048 --ffn-hidden-size 10240 --num-attention-heads 20"
+        " --vocab-size 154880 --multi-latent-attention --q-lora-rank 768 --kv-lora-rank 512"
+        " --qk-head-dim 192 --qk-pos-emb-head-dim 64 --v-head-dim 256"
+        " --moe-layer-freq [0]*1+[1]*46 --moe-ffn-hidden-size 1536 --num-experts 64"
+        " --moe-router-topk 4 --moe-shared-expert-intermediate-size 1536"
+        f" --moe-router-score-function sigmoid {_UNTIED}"
+    ),
     "glm-4.5-air": (
         "--num-layers 46 --hidden-size 4096 --ffn-hidden-size 10944 --num-attention-heads 96"
         " --num-query-groups 8 --kv-channels 128 --vocab-size 151552 --moe-ffn-hidden-size 1408"
@@ -144,9 +182,9 @@ ARCHITECTURES: Mapping[str, str] = {
 """Architectures that Megatron's flags do not tell, by the beginning of the directory's name."""
 
 OTHER_FAMILIES = re.compile(
-    r"(kimi|moonlight|deepseek-v[2-9]|deepseek-r1(?!-distill|-0528-qwen3)|gpt-oss|gemma|mimo-v|"
+    r"(kimi-(?!k2)|kimi-k2\.|deepseek-v2(?!-lite)|deepseek-v3\.2|deepseek-v[4-9]|gpt-oss|gemma|mimo-v|"
     r"minimax|nemotron|qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
-    r"glm-?4\.7-flash|glm-?5|mistral-small-3\.[1-9]|mistral-large|mixtral|"
+    r"glm-?5|mistral-small-3\.[1-9]|mistral-large|mixtral|"
     r"phi-[1-3]|phi-4-(mini|multimodal)|olmoe)"
 )
 """Names of models whose layers this program does not have. Distilled DeepSeek models are Qwen or
@@ -233,7 +271,14 @@ def _sizes(given: Mapping[str, Flag]) -> dict[str, Any] | None:
     sizes.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
     sizes.setdefault("max_position_embeddings", DEFAULT_CONTEXT_LEN)
     # The angles of rotary embeddings change neither layout nor memory.
-    for name in ("rope_theta", "rope_scaling_factor", "partial_rotary_factor"):
+    angles = (
+        "rope_theta",
+        "rope_scaling_factor",
+        "partial_rotary_factor",
+        "mscale",
+        "mscale_all_dim",
+    )
+    for name in angles:
         sizes.pop(name, None)
     sizes["tie_word_embeddings"] = _UNTIED not in given
     return sizes
@@ -241,6 +286,8 @@ def _sizes(given: Mapping[str, Flag]) -> dict[str, Any] | None:
 
 def _experts(given: Mapping[str, Flag], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the family of a mixture of experts, and the fields that its configuration needs."""
+    if "kv_lora_rank" in sizes:
+        return _latent_experts(given, sizes)
     top_k = sizes.get("num_experts_per_tok", 1)
     score = given.get("--moe-router-score-function")
     if score is not None and score.values == ("sigmoid",):
@@ -269,4 +316,28 @@ def _experts(given: Mapping[str, Flag], sizes: Mapping[str, Any]) -> dict[str, A
         # Megatron's pre-softmax does not divide the chosen probabilities by their sum; with one
         # expert the division would leave the router without a gradient.
         "norm_topk_prob": "--moe-router-pre-softmax" not in given and top_k > 1,
+    }
+
+
+def _latent_experts(given: Mapping[str, Flag], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a mixture of experts with latent attention.
+
+    All such families have the layers of DeepSeek-V3, except for the router's scores.
+    """
+    layers = given.get("--moe-layer-freq")
+    pattern = "" if layers is None else "".join(layers.values)
+    dense = re.search(r"\[0\]\*(\d+)", pattern)
+    shared = sizes.get("shared_expert_intermediate_size", sizes["moe_intermediate_size"])
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "head_dim": sizes["qk_rope_head_dim"],
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "q_lora_rank": sizes.get("q_lora_rank"),
+        "n_routed_experts": sizes["num_experts"],
+        "n_shared_experts": shared // sizes["moe_intermediate_size"],
+        "first_k_dense_replace": 0 if dense is None else int(dense[1]),
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": sizes.get("num_experts_per_tok", 1) > 1,
     }

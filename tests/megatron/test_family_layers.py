@@ -1,0 +1,63 @@
+"""Layers that only some families have, and checkpoints of their weights on two ranks."""
+
+import torch
+
+from slime_tis.trainer.configs.megatron import MegatronConfig
+from slime_tis.trainer.megatron import checkpoint_saving, sharded_checkpoint
+from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.layers import neighbors_apart, windowed
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
+from tests.checkpoints import make_checkpoint
+from tests.megatron.passes import likelihood, on_ranks
+
+BATCH = make_batch([[3, 4, 5, 6, 7]], [[1] * 3], [[0.0] * 3], [[0] * 3])
+TENSOR_2 = {"tensor_model_parallel_size": 2}
+
+
+def test_a_window_of_two_keys_in_causal_attention():
+    key = torch.zeros(1, 1, 4, 8)
+    assert windowed(None, 2, key)[0, 0].int().tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 1, 1],
+    ]
+
+
+def test_a_window_ends_at_the_last_key_of_a_query():
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)[None, None]
+    key = torch.zeros(1, 1, 4, 8)
+    assert windowed(mask, 3, key)[0, 0].int().tolist() == [[1, 1, 0, 0], [0, 1, 1, 1]]
+
+
+def test_features_of_even_index_come_first():
+    features = torch.arange(6)[None]
+    assert neighbors_apart(features, 4).tolist() == [[0, 2, 1, 3, 4, 5]]
+
+
+def build(directory, parallel, layout):
+    config = MegatronConfig(hf_checkpoint=str(directory / "model"), lr=1e-3, **layout)
+    return TrainingEngine(config, parallel, temperature=1.0, total_steps=10)
+
+
+def resumes_with_equal_weights(parallel, directory, layout):
+    engine = build(directory, parallel, layout)
+    engine.train_step(BATCH, [[0]], likelihood)
+    checkpoint_saving.save(directory / "save", 1, engine, {"run": "a", "step": 1}, retain=1)
+    resumed = build(directory, parallel, layout)
+    checkpoint, _ = sharded_checkpoint.latest_complete_checkpoint(directory / "save")
+    sharded_checkpoint.load(checkpoint, resumed)
+    expected = dict(engine.named_hf_tensors())
+    for name, tensor in resumed.named_hf_tensors():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_norms_over_all_heads_are_resumed_on_two_ranks(tmp_path):
+    make_checkpoint(tmp_path / "model", "olmo2")
+    on_ranks(resumes_with_equal_weights, tmp_path, TENSOR_2)
+
+
+def test_latent_attention_is_resumed_on_two_ranks(tmp_path):
+    make_checkpoint(tmp_path / "model", "deepseek_v3")
+    layout = TENSOR_2 | {"sequence_parallel": True}
+    on_ranks(resumes_with_equal_weights, tmp_path, layout)
