@@ -122,6 +122,7 @@ TRL_COMMANDS = {
         "--vllm-url http://10.0.0.2:8123",
     ),
     "server on this machine": ("--vllm_mode server", "--vllm-url http://127.0.0.1:8000"),
+    "IPv6": ("--vllm_mode server --vllm_server_host ::1", "--vllm-url 'http://[::1]:8000'"),
     "URL before host": (
         "--vllm_mode server --vllm_server_base_url http://a:1 --vllm_server_host b",
         "--vllm-url http://a:1",
@@ -153,6 +154,11 @@ def test_printed_command_of_trl(tmp_path, words, printed):
 def test_trl_without_correction_has_no_weights(tmp_path):
     words = "--vllm_importance_sampling_correction False"
     assert "--use-tis" not in ported(tmp_path, f"{TRL} {words}")[0]
+
+
+def test_flags_of_trl_may_be_in_a_variable(tmp_path):
+    script = 'ARGS="--use_vllm true --temperature 0.7"\npython grpo.py $ARGS'
+    assert "--rollout-temperature 0.7" in ported(tmp_path, script)[0]
 
 
 def test_trls_own_program_named_train_py_is_not_slimes(tmp_path):

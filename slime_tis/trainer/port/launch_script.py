@@ -43,8 +43,8 @@ TRL_COMMANDS = ("grpo", "rloo")
 """Commands of `trl` that sample."""
 TRL_FLAGS = ("--use_vllm", "--use-vllm")
 """Flags that tell a user's program with TRL's options from others."""
-TRAINING = re.compile("train|main_ppo|trl|vllm", re.IGNORECASE)
-"""In all commands that run one of these programs."""
+TRAINING = re.compile(r"train|main_ppo|trl|\.py\b", re.IGNORECASE)
+"""In all commands that run one of these programs; their flags may be in variables."""
 
 # Marks in expanded text. `text_of` removes these characters from scripts.
 OPEN = "\ue000"

@@ -12,6 +12,7 @@ from slime_tis.integrations.verl_config import ACTOR_NAMES, LOSS_MODE
 from slime_tis.options.flags import CORRECTION, Flag, flags_of
 from slime_tis.options.values import SWITCHES
 from slime_tis.trainer.cli.slime_flags import Renamed
+from slime_tis.trainer.configs.servers import bracketed
 from slime_tis.trainer.port.gpus import PLACEMENT
 from slime_tis.trainer.port.launch_script import OPEN, LaunchScript, legible
 from slime_tis.trainer.port.trl_options import options_of
@@ -300,7 +301,7 @@ def _add_server(options: Mapping[str, str], conversion: Conversion) -> None:
         values = {**SERVER_DEFAULTS, **options}
         # 0.0.0.0 is TRL's name for this machine, which no client should use.
         host = values["vllm_server_host"].replace("0.0.0.0", "127.0.0.1")
-        url = f"http://{host}:{values['vllm_server_port']}"
+        url = f"http://{bracketed(host)}:{values['vllm_server_port']}"
         spelling = f"vllm_server_host and vllm_server_port ({legible(url)})"
         conversion.flags["--vllm-url"] = Flag("--vllm-url", (url,))
         conversion.changed.append(f"{spelling} is --vllm-url {legible(url)}.")
