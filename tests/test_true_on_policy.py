@@ -82,7 +82,7 @@ def stopped(tmp_path_factory):
 def test_one_ulp_in_one_weight_stops_the_run(stopped):
     status, message = stopped
     assert status == 1
-    assert "--true-on-policy: step 2 was not made" in message
+    assert "--true-on-policy: stopped before step 2" in message
 
 
 def test_the_message_of_the_gate_names_the_operation(stopped):
@@ -155,7 +155,7 @@ def check(trained, rollout, mask):
     ids=["one ulp", "NaN", "missing", "both NaN", "sentinel", "denormal"],
 )
 def test_the_gate_stops_at(trained, rollout):
-    with pytest.raises(RunStopped, match=r"step 4 was not made.* token 2 of 3 .id 6. of sample 7"):
+    with pytest.raises(RunStopped, match=r"before step 4.* token 2 of 3 .id 6. of sample 7"):
         check([-1.0, trained, -2.0], [-1.0, rollout, -2.0], [1, 1, 1])
 
 

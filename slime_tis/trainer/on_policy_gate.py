@@ -1,6 +1,6 @@
-"""Stops a run with --true-on-policy at the first trained token whose two log-probs differ in a bit.
+"""Stops a run with --true-on-policy if the two log-probs of a trained token differ in any bit.
 
-The comparison uses the forward pass of the optimizer step, and comes before the weights change.
+The comparison uses the forward pass of the optimizer step, before the weights change.
 """
 
 import math
@@ -64,7 +64,7 @@ class OnPolicyGate:
 
         Raises:
             RunStopped: A token differs; NaN differs from every number. All ranks raise it, with
-                the first token of the first rank.
+                the same message about the first token of the lowest rank that has one.
         """
         by_rank = parallel.all_gather_data(self._first_difference(step))
         differences = [difference for difference in by_rank if difference is not None]
@@ -74,16 +74,18 @@ class OnPolicyGate:
         sample = first.sample
         sampled = _rollout_log_prob(sample, first.position)
         total = sum(difference.count for difference in differences)
-        raise RunStopped(
-            f"error: --true-on-policy: step {number} was not made, because {total} trained tokens"
-            " have another log-prob in training than in the rollout engine. The first is token"
-            f" {first.position + 1} of {sample.response_length} (id"
+        sentences = [
+            f"error: --true-on-policy: stopped before step {number}, because the log-probs of"
+            f" {total} trained tokens differ between training and the rollout engine.",
+            f"The first is token {first.position + 1} of {sample.response_length} (id"
             f" {sample.response_ids[first.position]}) of sample {sample.index} in group"
             f" {sample.group_index}, response {quoted(sample.response, 40)}: rollout"
             f" {sampled:.9g}, training {first.log_prob:.9g}, Δ = {first.log_prob - sampled:.3g}"
-            f" nats. {self._locate(sample)} {self._advice}".rstrip(),
-            1,
-        )
+            " nats.",
+            self._locate(sample),
+            self._advice,
+        ]
+        raise RunStopped(" ".join(sentences).rstrip(), 1)
 
     def _first_difference(self, step: Step) -> DifferingToken | None:
         """Returns this rank's first token that differs; None if all trained tokens are equal."""
