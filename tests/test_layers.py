@@ -75,7 +75,11 @@ LAYERS = (
     ("slime_tis.trainer.step_inputs",),
     ("slime_tis.trainer.token_gradients", "slime_tis.trainer.on_policy_gate"),
     ("slime_tis.trainer.learner", "slime_tis.trainer.evaluation"),
-    ("slime_tis.trainer.weight_sync", "slime_tis.trainer.first_difference"),
+    (
+        "slime_tis.trainer.adapter_check",
+        "slime_tis.trainer.weight_sync",
+        "slime_tis.trainer.first_difference",
+    ),
     ("slime_tis.trainer.checkpointer", "slime_tis.trainer.check_engines"),
     ("slime_tis.trainer.cli",),
     ("slime_tis.trainer.sample_pipeline", "slime_tis.trainer.memory_plan"),

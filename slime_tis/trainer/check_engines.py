@@ -335,9 +335,12 @@ class EngineCheck:
         is_proven = is_shown
         checkpoint = self.learner.engine.config.hf_checkpoint
         size = checkpoint_bytes(checkpoint)
-        # Nothing is left to score if a certain finding explains all tokens.
+        # Nothing is left to score if a certain finding explains all tokens. With a loaded LoRA
+        # adapter, the checkpoint is not the policy.
         answers = diagnosis.rest
-        if answers is not None and answers.valid.any() and size <= MAX_PROVEN_BYTES:
+        has_adapter = self.learner.engine.config.lora_adapter_path is not None
+        is_scored = not has_adapter and size <= MAX_PROVEN_BYTES
+        if answers is not None and answers.valid.any() and is_scored:
             try:
                 _, proof = prove(answers, checkpoint)
             # A check that fails must not end the run.

@@ -197,6 +197,8 @@ def set_up(
     # Only a local engine in fp32 has loaded exactly these weights. The check compares sent tensors.
     elif weights.check is not None or not weights.are_loaded_by_the_engine:
         weights.send()
+    if arguments.loop.load_debug_rollout_data is None:
+        show(parallel, weights.prove_adapter())
     engine_check = build_engine_check(process, data, weights, resumed)
     show(parallel, engine_check.before_training())
     # The seconds of the set-up must not count in the first rollout.

@@ -22,6 +22,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from slime_tis.trainer.adapter_check import AdapterCheck, summary, trial
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt
@@ -138,6 +139,8 @@ class PolicyWeights:
     updates: WeightUpdates = field(init=False)
     """Rounds and measures each update; part of a checkpoint."""
     check: SyncCheck | None = field(init=False, default=None)
+    adapter_check: AdapterCheck | None = field(init=False, default=None)
+    """The check of LoRA adapters; None without adapters."""
 
     def connect(
         self, sampler: RolloutEngine, prompts: Sequence[Prompt], context_len: int | None
@@ -153,10 +156,19 @@ class PolicyWeights:
         checks = self.config.check_weight_sync
         self.sampler = sampler
         self.updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=checks)
+        if not (checks or self.megatron.trains_adapters):
+            return
+        limits = (PROBE_TOKENS, context_len, sampler.max_context_len)
+        probe_len = min(limit for limit in limits if limit is not None)
+        probe = make_probe(prompts, probe_len)
+        if self.megatron.trains_adapters:
+            self.adapter_check = AdapterCheck(
+                engine=self.learner.engine,
+                sampler=sampler,
+                probe=probe,
+                rounds_to_nearest=self.config.weight_update_rounding == "nearest",
+            )
         if checks:
-            limits = (PROBE_TOKENS, context_len, sampler.max_context_len)
-            probe_len = min(limit for limit in limits if limit is not None)
-            probe = make_probe(prompts, probe_len)
             self.check = SyncCheck(
                 probe=probe,
                 cache_probe=make_cache_probe(probe, probe_len),
@@ -184,7 +196,35 @@ class PolicyWeights:
             metrics |= check_weight_sync(
                 self.learner.engine, self.sampler, self.check, self.updates
             )
+        if self.adapter_check is not None:
+            metrics |= self.adapter_check()
         return metrics
+
+    def prove_adapter(self) -> list[str]:
+        """Proves before the first step that the engine applies LoRA adapters; a collective.
+
+        A new adapter has no effect, and a young one has a small effect. A random adapter then takes
+        its place for a trial.
+
+        Returns:
+            Lines to print; none without adapters.
+
+        Raises:
+            ValueError: The engine does not apply the adapter.
+        """
+        check = self.adapter_check
+        if check is None:
+            return []
+        if self.sampler.weight_version != self.version():
+            return ["LoRA adapters are checked after the next weight update, as before the resume"]
+        shares = check.checked_shares()
+        if all(share.is_measured for share in shares.values()):
+            return [summary(shares, is_trial=False)]
+        with trial(self.learner.engine):
+            self.sampler.update_weights(self.tensors, self.version())
+            line = summary(check.checked_shares(), is_trial=True)
+        self.sampler.update_weights(self.tensors, self.version())
+        return [line]
 
     @property
     def are_loaded_by_the_engine(self) -> bool:

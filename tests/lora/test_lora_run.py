@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_tis.main import train
+from slime_tis.trainer.megatron import hf_weights
 from tests.runs import metrics_of, run_here, training_metrics
 
 KL = ["--use-kl-loss", "--kl-loss-coef", "0.01", "--rollout-precision", "fp32"]
@@ -114,3 +115,26 @@ def test_other_weights_of_the_same_model_are_refused(task, finished, tmp_path, c
     words = [*task, *LORA, "--hf-checkpoint", str(model), "--load", str(parent / "save")]
     assert train([*words, "--output-dir", str(tmp_path / "run")]) == 1
     assert "whose config.json or weights differ" in capsys.readouterr().err
+
+
+def test_an_engine_without_the_adapter_ends_the_run(task, tmp_path, capsys, monkeypatch):
+    """The fault of verl#7413: the rollout engine gets the model's weights without the adapter."""
+    monkeypatch.setattr(hf_weights, "adapters_of", lambda module: {})
+    assert train([*task, *LORA, "--output-dir", str(tmp_path / "run")]) == 1
+    assert "does not apply the LoRA adapter" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_check_is_logged_after_every_update(finished):
+    _, rows = finished
+    for row in rows:
+        assert row["rollout/adapter_share"] == pytest.approx(1, abs=0.01)
+        assert row["rollout/adapter_survival"] == 1.0
+
+
+def test_merging_into_a_coarse_engine_is_measured(task, tmp_path):
+    flags = ["--lora-rank", "4", "--lr", "1e-4", "--rollout-precision", "bf16"]
+    rows = run_here([*task, *flags], tmp_path / "run")
+    survivals = [row["rollout/adapter_survival"] for row in rows]
+    assert all(0.5 < survival < 1.2 for survival in survivals)
+    assert survivals[0] != 1.0

@@ -45,6 +45,8 @@ from slime_tis.errors import quoted_path
 from slime_tis.peft_directory import read_adapter_config
 from slime_tis.trainer.configs.megatron import MegatronConfig
 
+TRIAL_SIZE = 0.05
+"""Size of a trial adapter relative to the weights."""
 PREFIX = "lora_"
 """Beginning of an adapter's name; the rest is the name of its linear layer."""
 
@@ -331,6 +333,29 @@ def assign_adapters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, parameter in module.named_parameters():
         if is_adapter_parameter(name):
             parameter.copy_(values[name])
+
+
+def trial_adapters(module: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Returns the parameters of the adapters on this rank with a random B in place of their own.
+
+    B is uniform within ±b, with b such that s · B A has TRIAL_SIZE of the size of a weight matrix
+    whose values have the variance 1/in, as after the usual initialization. A is uniform within
+    ±1/√in; a value of B A then has the variance rank · b² / (9 · in).
+    """
+    values = copied_adapters(module)
+    generator = torch.Generator().manual_seed(seed)
+    for name, adapter in module.named_modules():
+        if not isinstance(adapter, Adapter):
+            continue
+        settings = adapter.settings
+        bound = 3 * TRIAL_SIZE / (settings.scale * math.sqrt(settings.rank))
+        for projection, up in adapter.up.items():
+            # On the CPU and from one generator: where B is replicated, ranks must agree.
+            random = torch.empty(up.shape, device="cpu").uniform_(
+                -bound, bound, generator=generator
+            )
+            values[f"{name}.up.{projection}"] = random.to(up)
+    return values
 
 
 def _fusions(config: TransformerConfig) -> list[tuple[str, str, Fusion]]:
