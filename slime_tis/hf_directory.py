@@ -12,9 +12,12 @@ from typing import Any
 from slime_tis.atomic_files import parse_object
 from slime_tis.errors import first_line, one_line, quoted, quoted_path
 from slime_tis.families import FAMILIES, family_of
+from slime_tis.unread_fields import unread_problems
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 """Supported values of rope_type."""
+CONVERTED = ("fp8", "mxfp4")
+"""Values of quant_method that `slime_tis.trainer.storage.dequantize` knows."""
 COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -141,9 +144,14 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
         )
     quantization = model.get("quantization_config")
     if quantization is not None:
+        advice = "give a checkpoint that is not quantized"
+        if isinstance(quantization, dict) and quantization.get("quant_method") in CONVERTED:
+            advice = (
+                "convert it with python -m slime_tis.trainer.storage.dequantize DIR OUT_DIR, and"
+                " give OUT_DIR"
+            )
         raise ValueError(
-            f"{where}, whose config.json has quantization_config {quoted(quantization)}; give a"
-            " checkpoint that is not quantized."
+            f"{where}, whose config.json has quantization_config {quoted(quantization)}; {advice}."
         )
     _check_fields(model, f"{where}, whose config.json has")
     return model
@@ -325,7 +333,13 @@ def _check_fields(model: Mapping[str, Any], where: str) -> None:
                 )
     for rope in ropes:
         _check_rope_type(rope, where)
-    if FAMILIES[model["architectures"][0]].attention.latent:
+    family = FAMILIES[model["architectures"][0]]
+    for problem in unread_problems(model):
+        raise ValueError(
+            f"{where} {problem}, which changes the model's numbers and is not supported for"
+            f" {family.title}; choose a checkpoint without it."
+        )
+    if family.attention.latent:
         _check_latent_sizes(model, where)
     else:
         _check_head_sizes(model, where)

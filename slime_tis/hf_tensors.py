@@ -177,6 +177,14 @@ def _latent_dimensions(hf: Any) -> dict[str, int]:
     }
 
 
+def positioned_size(hf: Any) -> int:
+    """Returns the features of a query head that may have a rotary embedding."""
+    if family_of(hf).attention.latent:
+        rotated: int = hf.qk_rope_head_dim
+        return rotated
+    return head_size(hf)
+
+
 def head_size(hf: Any) -> int:
     """Returns the number of features of a head's output, and with grouped queries of a query."""
     if family_of(hf).attention.latent:

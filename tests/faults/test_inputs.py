@@ -245,10 +245,24 @@ CONFIGS = {
     "another architecture": ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
     "latent attention": (
         {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512},
-        "DeepseekV3ForCausalLM",
+        "num_key_value_heads 2",
     ),
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "an unknown rope": ({"rope_parameters": {"rope_type": "wormhole"}}, "'wormhole'"),
+    "dual chunk attention": (
+        {"dual_chunk_attention_config": {"chunk_size": 8}},
+        "dual_chunk_attention_config",
+    ),
+    "capped logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+    "a window that is on": ({"sliding_window": 8, "use_sliding_window": None}, "sliding_window 8"),
+    "linear attention": (
+        {"layer_types": ["full_attention", "linear_attention"]},
+        "'linear_attention' in layer_types",
+    ),
+    "an unknown field of the rope": (
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        "mrope_section [2, 1, 1] in rope_scaling",
+    ),
     "a rope of the sequence's length": (
         {"rope_scaling": {"type": "longrope"}},
         "rope_type 'longrope'",

@@ -35,7 +35,7 @@ from slime_tis.families import (
     layer_weights,
 )
 from slime_tis.hf_directory import load_config, moe_sizes, read_model_config
-from slime_tis.hf_tensors import dimensions, head_size
+from slime_tis.hf_tensors import dimensions, head_size, positioned_size
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.invariant.self_check import Kernels, ModelShapes
@@ -71,6 +71,7 @@ class HfConfig(Protocol):
     hidden_act: str
     rms_norm_eps: float
     max_position_embeddings: int
+    rope_parameters: dict[str, Any] | None
     tie_word_embeddings: bool
 
 
@@ -368,6 +369,13 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
         raise ValueError(
             f"the checkpoint's rotary settings are invalid: {first_line(error)}."
         ) from error
+    partial = (hf.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    width = positioned_size(hf)
+    if 2 * len(rotary.inv_freq) != int(width * partial):
+        raise ValueError(
+            f"partial_rotary_factor {partial} is not supported for {family.title}: transformers"
+            f" rotates {2 * len(rotary.inv_freq)} of {width} features."
+        )
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
