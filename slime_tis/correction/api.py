@@ -266,7 +266,7 @@ def _correct(
     ranks = global_batch.ranks
     tokens = []
     for number in range(layout.number_of_chunks):
-        # no name holds the chunk: its memory is reused for the next one, while it is in the cache
+        # No name holds the chunk: its memory is reused for the next one, while it is in the cache.
         tokens.append(token_pass(config, layout.chunk(number, are_densities=are_densities)))
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
@@ -330,7 +330,8 @@ def _correct_gathered(
 
 def _squares(tokens: list[TokenPass], device: torch.device) -> Tensor:
     """Δ² of all chunks, [N]; +inf at invalid tokens."""
-    squares = [torch.zeros(0, device=device)]  # `cat` needs a tensor if there is no sequence
+    # `cat` refuses an empty list, which a rank without a sequence has.
+    squares = [torch.zeros(0, device=device)]
     for chunk_pass in tokens:
         assert chunk_pass.squares_RK is not None, "called without a second-moment bound"
         squares.append(chunk_pass.squares_RK.reshape(-1))
@@ -342,7 +343,7 @@ def _sequence_sums(
 ) -> SequenceSums[Tensor]:
     """Sums over complete sequences, [S], from the passes over all chunks and ranks' slices."""
     columns: SequenceSums[Any] = sequence_columns(config)
-    # a rank without a sequence reduces a table with the same columns as the others
+    # A rank without a sequence must reduce a table with the same columns as the others.
     no_sequence = torch.zeros(0, number_of_columns(columns), dtype=torch.float64, device=device)
     tables = [no_sequence]
     for chunk_pass in tokens:
@@ -397,7 +398,7 @@ def _shapes(values: Tensor | list[Tensor]) -> tuple[int, ...] | list[tuple[int, 
 def _per_token(values_S: Tensor, lengths: Sequence[int], tokens: int) -> Tensor:
     """Repeats the value of a sequence for its tokens, [N]."""
     repeats_S = torch.tensor(lengths, dtype=torch.int64).to(values_S.device, non_blocking=True)
-    # without `output_size` a GPU would have to report the sum of the lengths to the host
+    # Without `output_size` a GPU would have to report the sum of the lengths to the host.
     return values_S.repeat_interleave(repeats_S, output_size=tokens)
 
 
@@ -408,7 +409,8 @@ def _take_extremes(tokens: list[TokenPass], statistics: Statistics) -> None:
         return
     # `smallest` has one column if the bounds depend on the advantage, else none
     lowest, highest, weight, *smallest = torch.stack(extremes).unbind(1)
-    mins = statistics.mins.unbind()  # views, so that copy_ writes through
+    # Views, so that copy_ writes through.
+    mins = statistics.mins.unbind()
     maxs = statistics.maxs.unbind()
     mins[EXTREMES.ratio].copy_(lowest.amin())
     maxs[EXTREMES.ratio].copy_(highest.amax())
@@ -440,6 +442,7 @@ def _finish(
     masks = []
     first = 0  # number of the chunk's first sequence
     while tokens:
+        # Not a loop over `tokens`, which would keep all chunks until the end.
         part = tokens.pop(0)
         owner_R = part.sequence_R + first
         first += part.table_S.shape[0]
@@ -451,7 +454,7 @@ def _finish(
             weight.mul_(row_scale.to(weight.dtype))
         if config.touches_loss:
             accept_R = sequences.accept_S.index_select(0, owner_R).to(torch.uint8)
-            # products of bytes vectorise on a CPU, products of bools do not
+            # Products of bytes vectorise on a CPU, products of bools do not.
             part.accepted_RK.view(torch.uint8).mul_(accept_R[:, None])
         weights.append(weight.to(torch.float32))
         masks.append(part.accepted_RK)
@@ -508,7 +511,9 @@ def off_policy_sequence_mask(
         config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks)
     )
     sums_S = correction.sequence_sums
-    is_far_S = -sums_S.log_ratio / sums_S.valid.clamp_min(1) > delta
+    # The sums are of log π_θ − log π_old, the negative of the formula's difference.
+    mean_S = -sums_S.log_ratio / sums_S.valid.clamp_min(1)
+    is_far_S = mean_S > delta
     if isinstance(advantages, Tensor) and advantages.shape == is_far_S.shape:
         return ~((advantages < 0) & is_far_S)
     if _shapes(advantages) != _shapes(correction.mask):
@@ -561,7 +566,9 @@ def interpolate_old_log_probs(
         )
     log_probs = log_probs.detach()
     rollout = rollout_log_probs.detach()
+    # The subtraction is of integers: float32 counts exactly only up to 2²⁴.
     lag = (current_version - rollout_versions).to(rollout.dtype)
+    # A token of a later version has a lag below 0, and (lag − 1)/lag would be above 1.
     fraction = ((lag - 1) / lag.clamp_min(1)).clamp(0, 1)
     difference = log_probs - rollout
     is_usable = (rollout_versions >= 0) & is_log_prob(log_probs) & is_log_prob(rollout)

@@ -157,6 +157,7 @@ class RolloutCorrectionConfig:
             raise ValueError(problem)
 
     def _problems(self) -> Iterator[str]:
+        """Yields a message for each combination of options that contradict each other."""
         if self.use_tis:
             yield from self._problems_of_weights()
         yield from self._problems_of_adaptive_bounds()
@@ -193,6 +194,7 @@ class RolloutCorrectionConfig:
             )
 
     def _problems_of_weights(self) -> Iterator[str]:
+        """Yields a message for each pair of bounds that leaves no weight."""
         all_bounds = {"": self.is_bounds, "-negative": self.is_bounds_negative}
         has_lower = self.mode.has_lower_bound or self.tis_lower_bound is not None
         # TOPR's weight is 1 at positive advantages, so equal bounds by sign are legal.
@@ -212,6 +214,7 @@ class RolloutCorrectionConfig:
             )
 
     def _problems_of_divergence_mask(self) -> Iterator[str]:
+        """Yields a message for each option of the divergence mask that contradicts another one."""
         if self.divergence_mask is None:
             return
         is_directed = self.divergence_mask_direction == "away"
@@ -237,6 +240,7 @@ class RolloutCorrectionConfig:
             )
 
     def _problems_of_adaptive_bounds(self) -> Iterator[str]:
+        """Yields a message for each option that adaptive bounds exclude or need."""
         adaptive = self._set_flags(ADAPTIVE_BOUNDS)
         fixed = self._set_flags(FIXED_BOUNDS)
         if not adaptive:
@@ -341,16 +345,21 @@ class RolloutCorrectionConfig:
 
     def _divergence_criterion(self, divergence: DivergenceName) -> Criterion:
         """The criterion of the divergence mask."""
+        bound: float
+        bound_negative: float | None
         bound, bound_negative = self.divergence_bounds
-        is_away = self.divergence_mask_direction == "away"
-        is_token = self.divergence_mask_level == "token"
+        if self.divergence_mask_direction == "both":
+            bound_negative = None
+        aggregation = "mean"
+        if self.divergence_mask_level == "token":
+            aggregation = "token"
         return Criterion(
             name="divergence_mask",
-            aggregation="token" if is_token else "mean",
+            aggregation=aggregation,
             divergence=divergence,
             upper=bound,
             anchor=self.divergence_mask_anchor,
-            bound_negative=bound_negative if is_away else None,
+            bound_negative=bound_negative,
         )
 
     @property
@@ -496,7 +505,8 @@ PRESETS: dict[str, Preset] = {
     "decoupled_seq_is": _SEQUENCE_IS,
     "decoupled_seq_is_rs": {**_SEQUENCE_IS, **_SEQUENCE_RS},
     "decoupled_geo_rs": {**_GEOMETRIC_RS, **_VETO},
-    "ppo_is_bypass": {**_BYPASS, "tis_level": "token"},  # the level of the measured weights
+    # The level of the measured weights.
+    "ppo_is_bypass": {**_BYPASS, "tis_level": "token"},
     "pg_is": {**_PURE_GRADIENT, **_SEQUENCE_IS},
     "pg_rs": {**_PURE_GRADIENT, **_GEOMETRIC_RS, **_VETO},
     "disabled": {"get_mismatch_metrics": True},

@@ -104,7 +104,8 @@ class ResponseSlices:
     @cached_property
     def positions_L(self) -> Tensor:
         """Positions of this rank's tokens in the flat complete responses, int64 on the CPU."""
-        ranges = [torch.zeros(0, dtype=torch.int64)]  # `cat` needs a tensor if there is no response
+        # `cat` refuses an empty list, which a batch without a response has.
+        ranges = [torch.zeros(0, dtype=torch.int64)]
         for response, (first, second) in enumerate(self.owned):
             start = self.starts[response]
             ranges.append(torch.arange(start + first.start, start + first.stop))
@@ -273,6 +274,7 @@ class _GroupAllReduce:
 
 
 def _all_reduce(group: ProcessGroup | None) -> AllReduce | None:
+    """The reduction over a group; None without a group."""
     if group is None:
         return None
     return _GroupAllReduce(group)

@@ -21,7 +21,7 @@ limit the KL of such a token would be infinite."""
 def log_complement(log_p: Tensor) -> Tensor:
     """Returns log(1 − p) in float64, at least −25·log 2, from log p ≤ 0."""
     log_p = log_p.double()
-    # each form is exact on one side of p = 1/2 and cancels on the other
+    # Each form is exact on one side of p = 1/2 and cancels on the other.
     near_one = log_p > -math.log(2)
     exact = torch.where(near_one, (-torch.expm1(log_p)).log(), torch.log1p(-log_p.exp()))
     return exact.clamp_min(LOG_MIN_COMPLEMENT)
@@ -43,7 +43,8 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     rest_q = log_complement(log_q)
     sampled = log_q.exp() * (log_q - log_p)
     not_sampled = rest_q.exp() * (rest_q - rest_p)
-    return (sampled + not_sampled).clamp_min(0)  # below 0 only by rounding
+    # Below 0 only by rounding.
+    return (sampled + not_sampled).clamp_min(0)
 
 
 def binary_kl_max(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class Rows:
         self.tokens = tokens
         self.width = width
         self.aligned = aligned
-        # a chunk of empty sequences has one row, because reductions refuse blocks without a row
+        # A chunk of empty sequences has one row, because reductions refuse blocks without a row.
         self.full_rows = max(-(-tokens // width), 1)
         """Number of rows without the boundary rows."""
         self.padded_len = self.full_rows * width
@@ -108,9 +108,11 @@ class Rows:
         sequences = end_S.numel()
         start_S = end_S - length_S
         row_starts = torch.arange(0, self.padded_len, width, device=device)
+        # `right`: a row that starts where a sequence ends belongs to the next sequence.
         owner_R = torch.searchsorted(end_S, row_starts, right=True).clamp_max_(sequences - 1)
         if not aligned:
             self.block_len += sequences * width
+            # An empty sequence at the end would begin after the last row.
             boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(self.full_rows - 1)
             self._boundary_S = boundary_S
             """Full row in which each sequence begins."""
@@ -155,7 +157,7 @@ class Rows:
         column = torch.arange(self.width, device=mask_RK.device)
         rows = mask_RK[: self.full_rows]
         boundary_rows = mask_RK[self.full_rows :]
-        # packed tokens go on after the chunk's last token, with sequences of the next chunk
+        # Packed tokens go on after the chunk's last token, with sequences of the next chunk.
         rows.view(-1)[self.tokens :].zero_()
         position = self.offset_R[self.full_rows :, None] + column
         boundary_rows.mul_((position >= 0) & (position < self.length_S[:, None]))
@@ -163,7 +165,7 @@ class Rows:
         owner_S = self.owner_R.index_select(0, self._boundary_S)
         left_S = self.end_S.index_select(0, owner_S) - self._boundary_S * self.width
         owned = rows.index_select(0, self._boundary_S) * (column < left_S[:, None])
-        # a row in which several sequences begin is written several times, with the same values
+        # A row in which several sequences begin is written several times, with the same values.
         rows.index_copy_(0, self._boundary_S, owned)
         return mask_RK
 
@@ -173,7 +175,7 @@ class Rows:
             return blocks_RK.view(-1)
         numbers = blocks_RK
         if blocks_RK.dtype == torch.bool:
-            # bytes can be added; at most one of the added values is not 0
+            # Bytes can be added; at most one of the added values is not 0.
             numbers = blocks_RK.view(torch.uint8)
         numbers[: self.full_rows].index_add_(0, self._boundary_S, numbers[self.full_rows :])
         return blocks_RK[: self.full_rows].view(-1)
@@ -210,6 +212,7 @@ class Layout:
         self._rows = self._rows_per_chunk()
 
     def _rows_per_chunk(self) -> list[Rows]:
+        """The rows of each chunk, all of one width."""
         width = row_width(self.lengths)
         aligned = all(length > 0 and length % width == 0 for length in self.lengths)
         ends = self._starts[1:]
@@ -241,14 +244,14 @@ class Layout:
         for name, values in self.inputs.items():
             if isinstance(values, Tensor):
                 start = self._starts[first]
-                # to the end of the last row, or of the batch
+                # The last row may end in the next chunk: a view of it is cheaper than padding.
                 blocks[name] = rows.to_blocks(values[start : start + rows.padded_len])
             else:
                 blocks[name] = rows.join(values[first:last])
         train = blocks["train_log_probs"]
         rollout = blocks["rollout_log_probs"]
         log_prob_dtype = torch.promote_types(train.dtype, rollout.dtype)
-        # float64 log-probs are computed in float64, all others in float32
+        # Float64 log-probs are computed in float64, all others in float32.
         working = torch.promote_types(log_prob_dtype, torch.float32)
         current = blocks.get("current_log_probs")
         if current is not None:
@@ -275,7 +278,8 @@ class Layout:
         packed = {}
         for name, values in self.inputs.items():
             if not isinstance(values, Tensor):
-                no_token = torch.zeros(0, device=self.device)  # for a batch without a sequence
+                # `cat` refuses an empty list, which a batch without a sequence has.
+                no_token = torch.zeros(0, device=self.device)
                 values = torch.cat([no_token, *values])
             packed[name] = values
         return packed
@@ -293,7 +297,8 @@ class Layout:
         for rows, block in zip(self._rows, blocks, strict=True):
             chunks.append(rows.from_blocks(block)[: rows.tokens])
         if len(chunks) == 1:
-            return self.shaped(chunks[0])  # `cat` would copy it
+            # `cat` would copy it.
+            return self.shaped(chunks[0])
         return self.shaped(torch.cat(chunks))
 
     def shaped(self, flat_N: Tensor) -> Tensor | list[Tensor]:
@@ -332,6 +337,7 @@ def _spans(lengths: Sequence[int], largest: int) -> list[tuple[int, int]]:
     first = 0
     tokens = 0
     for i, length in enumerate(lengths):
+        # `i > first`: a sequence that is longer than a chunk is a chunk of its own.
         if i > first and tokens + length > largest:
             spans.append((first, i))
             first = i
@@ -345,7 +351,7 @@ def _spans(lengths: Sequence[int], largest: int) -> list[tuple[int, int]]:
 def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:
     """1.0 where a mask of any dtype is not 0, in new memory."""
     if mask.dtype == torch.bool:
-        # conversion from bytes vectorises on a CPU, conversion from bools does not
+        # Conversion from bytes vectorises on a CPU, conversion from bools does not.
         return mask.view(torch.uint8).to(working)
     return torch.ne(mask, 0, out=torch.empty_like(mask, dtype=working))
 
@@ -448,6 +454,7 @@ def _with_missing(train: Sequence[Any], rollout: Sequence[Any], device: torch.de
 def _checked_lengths(lengths: Sequence[int], shape: torch.Size) -> list[int]:
     """The lengths as ints, if they fit packed tensors of this shape."""
     try:
+        # `index` also takes integers of numpy and torch, and refuses 3.0.
         numbers = [operator.index(length) for length in lengths]
     except TypeError as error:
         raise ValueError(
@@ -495,6 +502,7 @@ def check_precision(name: str, values: Tensor) -> None:
     Raises:
         ValueError: naming the tensor and its dtype.
     """
+    # float4_e2m1fn_x2 packs two values into one byte.
     if values.dtype.is_floating_point and values.dtype.itemsize == 1:
         raise ValueError(
             f"{name} has dtype {values.dtype}, which has too few digits; pass float32, bfloat16 or"

@@ -50,7 +50,7 @@ MODES: dict[ModeName, Mode] = {
         low_fraction="clip_fraction_low",
     ),
     "mask": Mode(
-        # comparisons in place give floats: they vectorise on a CPU, `where` does not
+        # Comparisons in place give floats: they vectorise on a CPU, `where` does not.
         bound=lambda raw, lower, upper: (
             raw.clone().le_(upper).mul_(raw.clone().ge_(lower)).mul_(raw)
         ),
@@ -172,7 +172,8 @@ def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[C
         return ()
     options = list(dict.fromkeys(_items(names)))
     if not options:
-        options = [","]  # refused below as an unknown name
+        # Refused below as an unknown name.
+        options = [","]
     for option in options:
         if option not in CRITERIA:
             raise ValueError(
@@ -182,6 +183,7 @@ def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[C
     specs = []
     if thresholds is not None:
         specs = _items(str(thresholds))
+    # This also refuses criteria without a threshold.
     if len(specs) not in (1, len(options)):
         raise ValueError(
             f"--rollout-rs-threshold gives {len(specs)} values for {len(options)} criteria of"
@@ -203,11 +205,13 @@ def _hint(name: str) -> str:
 
 
 def _items(text: str) -> list[str]:
+    """The words between commas; empty ones are left out."""
     items = [item.strip() for item in text.split(",")]
     return [item for item in items if item]
 
 
-@lru_cache  # a config parses its criteria anew at each use
+# A config parses its criteria anew at each use.
+@lru_cache
 def _criterion(name: str, spec: str) -> Criterion:
     """The criterion from its name and threshold."""
     aggregation, divergence = CRITERIA[name]
@@ -220,8 +224,7 @@ def _criterion(name: str, spec: str) -> Criterion:
         bounds = [float(number) for number in spec.split("_")]
     except ValueError as error:
         raise ValueError(f"{message}: write numbers.") from error
-    most = 2 if bounds_ratio else 1
-    if len(bounds) > most:
+    if len(bounds) > 2 or (len(bounds) == 2 and not bounds_ratio):
         raise ValueError(f"{message}.")
     lowest = bounds[0]
     upper = bounds[-1]

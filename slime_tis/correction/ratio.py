@@ -80,8 +80,9 @@ def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     else:
         valid = finite
         nonfinite = None
+    # Log-probs at other tokens may have any value.
     scratch = torch.mul(chunk.train_RK, finite)
-    # the products are finite or NaN; `nansum` saves the pass of `nan_to_num` over the block
+    # The products are finite or NaN; `nansum` saves the pass of `nan_to_num` over the block.
     train = scratch.nansum(-1).nan_to_num_(0.0).clamp_(-LARGEST_ROW_SUM, LARGEST_ROW_SUM)
     return Tokens(
         masked_in_RK=chunk.mask_RK,
@@ -113,6 +114,7 @@ def within_bound(log_probs: Tensor, other: Tensor) -> Tensor:
     """
     difference = log_probs - other
     moved = other + difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # other + (x − other) may differ from x in the last bit, so near values are taken as they are.
     moved = torch.where(difference.abs() <= LOG_RATIO_BOUND, log_probs, moved)
     return torch.where(is_log_prob(log_probs) & is_log_prob(other), moved, other)
 
@@ -172,12 +174,16 @@ def prefix_sums(tokens: Tokens, chunk: Chunk) -> Tensor:
     """Σ_{s≤t} Δ_s: "Eligibility Traces for Off-Policy Policy Evaluation", Precup et al. 2000."""
     order_R = chunk.order()
     sequence_R = chunk.sequence_R.index_select(0, order_R)
+    # float64, because a sum over a long sequence in float32 loses the digits of a single Δ.
     within_row = tokens.log_ratio_RK.cumsum(-1, dtype=torch.float64)
     totals = within_row[:, -1].index_select(0, order_R)
     before_row = totals.cumsum(0) - totals
-    # minus the value at the sequence's first row: sums do not cross sequences
-    carried = before_row - before_row.index_select(0, torch.searchsorted(sequence_R, sequence_R))
-    within_row += torch.empty_like(carried).index_copy_(0, order_R, carried)[:, None]
+    # The rows are sorted by sequence, so this finds the first row of each row's sequence.
+    first_row = torch.searchsorted(sequence_R, sequence_R)
+    # Minus the value at the sequence's first row: sums do not cross sequences.
+    carried = before_row - before_row.index_select(0, first_row)
+    carried_R = torch.empty_like(carried).index_copy_(0, order_R, carried)
+    within_row += carried_R[:, None]
     return within_row.to(tokens.log_ratio_RK.dtype)
 
 
@@ -187,12 +193,16 @@ def segment_sums(tokens: Tokens, chunk: Chunk) -> Tensor:
     sequence_R = chunk.sequence_R.index_select(0, order_R)
     inside = tokens.masked_in_RK.index_select(0, order_R)
     log_ratio = tokens.log_ratio_RK.index_select(0, order_R)
-    # a run starts at a token of the mask whose predecessor in the sequence is not in the mask
-    previous = torch.cat([inside.new_zeros(1), inside.view(-1)])[:-1].view(inside.shape)
-    new_sequence = torch.cat([sequence_R.new_full((1,), -1), sequence_R])[:-1].ne(sequence_R)
+    # A run starts at a token of the mask whose predecessor in the sequence is not in the mask.
+    shifted = torch.cat([inside.new_zeros(1), inside.view(-1)])[:-1]
+    previous = shifted.view(inside.shape)
+    previous_sequence_R = torch.cat([sequence_R.new_full((1,), -1), sequence_R])[:-1]
+    new_sequence = previous_sequence_R.ne(sequence_R)
     previous[:, 0].mul_(new_sequence.logical_not())
     starts = inside * (1 - previous)
+    # Numbers of runs from 1. float64 counts exactly, and float32 only up to 2²⁴.
     run = starts.view(-1).cumsum(0, dtype=torch.float64).to(torch.int64)
+    # Sized by the tokens: the number of runs is known only on the device.
     sums = torch.zeros(run.numel() + 1, dtype=torch.float64, device=run.device)
     sums.index_add_(0, run, log_ratio.view(-1).to(torch.float64))
     of_run = sums.index_select(0, run).view(inside.shape).to(log_ratio.dtype)
@@ -212,7 +222,7 @@ def _raise_nonfinite(chunk: Chunk, nonfinite_RK: Tensor) -> None:
     if not nonfinite_RK.any():
         return
     rows, columns = nonfinite_RK.nonzero().unbind(1)
-    # rows are not in the order of sequences: boundary rows come last
+    # Rows are not in the order of sequences: boundary rows come last.
     order = chunk.sequence_R[rows] * LONGEST_SEQUENCE + chunk.offset_R[rows] + columns
     first = int(order.argmin())
     row = int(rows[first])

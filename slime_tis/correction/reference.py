@@ -161,6 +161,7 @@ def correction_steps(
     rejected = any_of(criteria, valid)
     trimmed = trimmed_tokens(config, delta, valid)
     # 8. Veto: one token beyond a threshold, by its unclamped ratio, rejects its sequence.
+    # Unset thresholds become −inf and +inf, which no Δ passes.
     log_low = _log(config.rs_veto_threshold or 0.0)
     log_high = _log(config.rs_veto_upper_threshold or math.inf)
     catastrophic = valid & ((delta < log_low) | (delta > log_high))
@@ -198,12 +199,13 @@ def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Te
         # A turn is a run of the loss mask. Turns are numbered from 1; 0 is before the first one.
         before_BT = torch.nn.functional.pad(masked_in_BT, (1, 0))[..., :-1]
         turn_BT = (masked_in_BT & ~before_BT).cumsum(-1)
+        # One more column, for turn 0 before the first run.
         zeros_BT = torch.zeros_like(torch.nn.functional.pad(x_BT, (1, 0)))
         sums_BT = zeros_BT.scatter_add(-1, turn_BT, x_BT)
         return sums_BT.gather(-1, turn_BT)
     if aggregation == "max":
         x_BT = torch.where(valid_BT, x_BT, -math.inf)
-        # one more column, because amax refuses T = 0
+        # One more column, because amax refuses T = 0.
         return torch.nn.functional.pad(x_BT, (0, 1), value=-math.inf).amax(-1, keepdim=True)
     result_B1 = x_BT.sum(-1, keepdim=True)
     if aggregation == "mean":
@@ -251,6 +253,7 @@ def counted_weights(config: RolloutCorrectionConfig, valid_BT: Tensor) -> Tensor
     """Tokens whose weights count: all valid ones, or one per sequence for sequence-wide weights."""
     if config.has_token_weights:
         return valid_BT
+    # The first valid token stands for its sequence.
     return valid_BT & (valid_BT.cumsum(-1) == 1)
 
 
@@ -319,10 +322,12 @@ def rejected_by_divergence(
     if config.divergence_mask_anchor == "rollout":
         anchor_BT = rollout_BT
     counts_BT = valid_BT & (current_BT.abs() < 9984) & (anchor_BT.abs() < 9984)
+    # Other tokens get any finite log-prob: their divergence is not used.
     log_pi_BT = torch.where(counts_BT, current_BT, -1.0).double()
     log_mu_BT = torch.where(counts_BT, anchor_BT, -1.0).double()
     pi_BT = log_pi_BT.exp()
     mu_BT = log_mu_BT.exp()
+    # 1 − π is −expm1(log π), without cancellation for π near 1.
     rest_pi_BT = -log_pi_BT.expm1().clamp(max=-(2.0**-25))
     rest_mu_BT = -log_mu_BT.expm1().clamp(max=-(2.0**-25))
     log_ratio_BT = log_mu_BT - log_pi_BT
@@ -362,12 +367,15 @@ def adaptive_bounds(
     lengths = sorted(n for n in valid_BT.sum(1).tolist() if n)
     if not lengths:
         return k3, math.inf, 0
+    # The lower one of two, as an order statistic is one of the lengths.
     median = lengths[(len(lengths) - 1) // 2]
     if config.rs_z_score is not None:
         return k3, config.rs_z_score, median
     assert config.rs_target_fraction is not None
     scores = sorted(z_scores(delta_BT, valid_BT, k3)[valid_BT.any(1)].tolist())
+    # 0.29 · 100 is 28.999999999999996 in float64.
     rejected = math.floor(config.rs_target_fraction * len(scores) + 1e-9)
+    # Scores that differ only by rounding are equal.
     limit = scores[len(scores) - 1 - rejected] * (1 + 1e-5)
     return k3, limit, median
 
@@ -401,7 +409,7 @@ def mismatch_metrics(x: Steps) -> dict[str, float]:
     delta_N = x.delta[x.valid]
     sum_N = x.delta.sum(1)[x.valid.any(1)]
     capped_N = delta_N.clamp(max=20)
-    # ratios of sequences relative to the largest, so that exp does not overflow
+    # Ratios of sequences relative to the largest, so that exp does not overflow.
     ratio_N = (sum_N.double() - sum_N.double().max()).exp()
     square_of_sum = ratio_N.sum().square().item()
     sum_of_squares = ratio_N.square().sum().item()
@@ -445,7 +453,7 @@ def weight_metrics(config: RolloutCorrectionConfig, x: Steps) -> dict[str, float
     weight_N = bounded_BT[counted_BT]
     before_N = raw_N
     if not config.has_token_weights:
-        # a sequence's ratio is reported without the clamp at ±20
+        # A sequence's ratio is reported without the clamp at ±20.
         before_N = x.level[counted_BT].double().clamp(-700, 700).exp()
     is_high_N = raw_N > upper_BT[counted_BT]
     is_low_N = raw_N < lower_BT[counted_BT]
@@ -514,6 +522,7 @@ def sequence_share(rejected_BT: Tensor, valid_BT: Tensor) -> float:
 
 
 def _log(bound: float) -> float:
+    """log x, −inf for 0, which math.log refuses."""
     if bound == 0:
         return -math.inf
     return math.log(bound)

@@ -54,15 +54,18 @@ def k3_divergence(tokens: Tokens, chunk: Chunk) -> Tensor:
     return torch.expm1(bounded).sub_(bounded)
 
 
+def absolute_error(tokens: Tokens, chunk: Chunk) -> Tensor:
+    """exp(|Δ|), with |Δ| at most 20."""
+    error = tokens.log_ratio_RK.abs().clamp_(max=LOG_RATIO_BOUND).exp_()
+    # Invalid tokens have Δ = 0, and exp(0) is 1.
+    return error.mul_(tokens.valid_RK)
+
+
 DIVERGENCES: dict[str, Callable[[Tokens, Chunk], Tensor]] = {
     "k1": TOKEN_LEVELS["token"],
     "k2": lambda tokens, chunk: tokens.log_ratio_RK.square().mul_(0.5),
     "k3": k3_divergence,
-    "error": (
-        lambda tokens, chunk: (
-            tokens.log_ratio_RK.abs().clamp_(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid_RK)
-        )
-    ),
+    "error": absolute_error,
 }
 """Per-token divergences by their names in `modes.CRITERIA`; 0 at invalid tokens.
 
@@ -111,6 +114,7 @@ def accepted(criterion: Criterion, statistic: Tensor) -> Tensor:
         return indicator(torch.le, statistic, criterion.upper)
     log_lower, log_upper = criterion.log_bounds
     within = indicator(torch.le, statistic, log_upper)
+    # A lower bound of 0 is none.
     if criterion.lower:
         within.mul_(indicator(torch.ge, statistic, log_lower))
     return within
@@ -124,6 +128,7 @@ def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tens
         catastrophic = indicator(torch.lt, tokens.log_ratio_RK, log_lower, tokens.scratch_RK)
     if config.rs_veto_upper_threshold is not None:
         log_upper = math.log(config.rs_veto_upper_threshold)
+        # Not into the scratch buffer, which may have the result of the lower threshold.
         above = indicator(torch.gt, tokens.log_ratio_RK, log_upper)
         if catastrophic is not None:
             above.add_(catastrophic)
@@ -223,7 +228,8 @@ def adaptive_bounds(
     n = torch.cat([table.valid for table in tables])
     log_ratio = torch.cat([table.log_ratio for table in tables])
     clamped_k3 = torch.cat([table.clamped_k3 for table in tables if table.clamped_k3 is not None])
-    ranks = replace(ranks, context=None)  # the tables already are sums over complete sequences
+    # The tables already are sums over complete sequences.
+    ranks = replace(ranks, context=None)
     totals = ranks.over_data(torch.stack([(n > 0).sum(), n.sum(), clamped_k3.sum()]))
     nonempty, tokens, total_k3 = totals.unbind()
     k3 = total_k3 / tokens.clamp_min(1)
@@ -242,7 +248,7 @@ def adaptive_bounds(
 
 def clamped_k3_of(log_ratio: Tensor) -> Tensor:
     """exp(Δ) − 1 − Δ of Δ clamped to ±`K3_RANGE`, in float64."""
-    # float32 would keep only three digits at Δ = 1e-4
+    # Float32 would keep only three digits at Δ = 1e-4.
     clamped = log_ratio.to(torch.float64).clamp(-K3_RANGE, K3_RANGE)
     return torch.expm1(clamped).sub_(clamped)
 
@@ -278,16 +284,19 @@ def second_moment_limit(squares_N: Tensor, bound: float, ranks: Ranks = ONE_RANK
     Returns:
         float64 scalar, the same on all ranks. There is no host synchronisation.
     """
-    ordered = squares_N.nan_to_num(torch.inf, torch.inf).sort().values.to(torch.float64)
+    squares_N = squares_N.nan_to_num(torch.inf, torch.inf)
+    ordered = squares_N.sort().values.to(torch.float64)
     if not ranks.is_one:
 
         def is_within_bound(count: Tensor, total: Tensor) -> Tensor:
             return total / count.clamp_min(1) <= bound
 
-        # the limit is the largest v for which the values below v still are within the bound
+        # The limit is the largest v for which the values below v still are within the bound.
         return largest_value(ordered, ordered, is_within_bound, ranks)
     counts = torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
+    # Means of ascending values ascend, so this counts the leading ones within the bound.
     within = (ordered.cumsum(0) / counts <= bound).sum()
+    # The value after the last one, if all are within the bound.
     beyond = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
     return beyond.index_select(0, within.reshape(1))[0]
 
@@ -333,7 +342,7 @@ def largest_value(
         table = torch.stack([counts.to(torch.float64), total.index_select(0, counts)], 1)
         table = ranks.all_reduce(table)
         below = holds(table[:, 0], table[:, 1])
-        # candidate 0 held in the previous round, up to rounding across ranks
+        # Candidate 0 held in the previous round, up to rounding across ranks.
         last = below.sum().sub(1).clamp_min(0)
         bits = candidates.index_select(0, last.reshape(1))
     return bits.view(torch.float64)[0]

@@ -66,6 +66,7 @@ def sequence_pass(
     """
     is_nonempty_S = sums_S.valid > 0
     nonempty_S = is_nonempty_S.to(torch.float64)
+    # Under the neutral policy, a valid token may lack the log-probs of a perplexity.
     is_measured_S = sums_S.masked_in > sums_S.nonfinite
     measured_S = is_measured_S.to(torch.float64)
     weight_S = None
@@ -205,11 +206,13 @@ def _token_weights(
     lower, upper = weight_bounds(config, sums_S.advantage)
     before_S = weights.before_minus_1
     if before_S is None:
-        before_S = sums_S.ratio_minus_1  # the same at the token level
+        # At the token level, a weight before the mode is the token's ratio.
+        before_S = sums_S.ratio_minus_1
     assert weights.before is not None
     n_S = sums_S.valid.clamp_min(1)
     raw_S = _mean_weight(weights.before, before_S, n_S)
     mean_S = _mean_weight(weights.total, weights.minus_1, n_S) * nonempty_S
+    # As in `_mean_weight`, each sum is taken where it is the more accurate one.
     minus_1_S = torch.where(mean_S < 0.5, mean_S - nonempty_S, weights.minus_1 / n_S)
     means = WeightSums(
         before=None,

@@ -132,7 +132,8 @@ class Statistics:
             count = self.sums[columns.tokens]
         total = self.sums[columns.weights.total]
         total, count = ranks.over_data(torch.stack([total, count])).unbind()
-        return usable_mean(total / count)  # 0/0 without a token is NaN, which gives 1
+        # 0/0 without a token is NaN, which gives 1.
+        return usable_mean(total / count)
 
     def metrics(self) -> dict[str, float]:
         """All metrics of the configuration by name in the log, with one host synchronisation.
@@ -140,6 +141,7 @@ class Statistics:
         Returns:
             Name to value; empty without a token in the loss mask. Values are never NaN or infinite.
         """
+        # One copy to the host for all columns, because each copy waits for the device.
         values = iter(torch.cat([self.sums, self.mins, self.maxs]).tolist())
         sums: BatchSums[Any] = named(batch_columns(self.config), islice(values, len(self.sums)))
         mins: Extremes[Any] = named(EXTREMES, islice(values, len(self.mins)))
@@ -150,6 +152,7 @@ class Statistics:
             metrics["nonfinite_token_fraction"] = sums.nonfinite_tokens / sums.masked_in_tokens
             if config.corrects:
                 metrics["gradient_kept_fraction"] = sums.accepted_tokens / sums.masked_in_tokens
+        # All other metrics divide by tokens or sequences.
         if not sums.tokens:
             return metrics
         metrics |= _mismatch_metrics(sums, mins, maxs)
@@ -213,13 +216,14 @@ def _weight_metrics(
     if config.mode.rejects:
         lowest = _clamped(mins.ratio)
         if weights.high or (weights.low and config.mode.has_lower_bound):
-            lowest = 0.0  # a rejected weight is 0
+            # A rejected weight is 0.
+            lowest = 0.0
         highest = maxs.weight
     elif config.signs_bounds:
         lowest = mins.weight
         highest = maxs.weight
     else:
-        # bounding is monotonic: the extremes after the mode are the bounded extremes before it
+        # Bounding is monotonic: the extremes after the mode are the bounded extremes before it.
         ratios = torch.tensor([_clamped(mins.ratio), _clamped(maxs.ratio)], dtype=torch.float64)
         lowest, highest = config.mode.bound(ratios, *config.is_bounds).tolist()
     deviation = _deviation(weights, count, highest - lowest)
@@ -308,6 +312,7 @@ def _deviation(weights: WeightSums[float], count: float, spread: float) -> float
         mean = weights.minus_1 / count
         mean_square = weights.minus_1_squared / count
     variance = mean_square - mean**2
+    # The difference of two equal numbers, up to the rounding of their sums.
     if variance <= 4 * sys.float_info.epsilon * mean_square:
         return 0.0
     return min(math.sqrt(variance), max(spread, 0.0) / 2)

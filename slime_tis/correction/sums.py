@@ -196,7 +196,8 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[int]:
     if config.has_token_weights:
         weights = _blank(WeightSums)
         if config.tis_level == "token":
-            weights = _blank(WeightSums, before_minus_1=None)  # it is `ratio_minus_1`
+            # Σ(w − 1) before the mode is Σ(ρ − 1) at this level, which is a column already.
+            weights = _blank(WeightSums, before_minus_1=None)
     criteria = {}
     for criterion in config.rejections:
         if not criterion.uses_log_ratio:
@@ -217,8 +218,18 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[int]:
 def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[int]:
     """The columns of a batch's sums, with the optional parts of the configuration."""
     counts = _blank(Counts)
+    weights = None
+    if config.use_tis:
+        weights = _blank(WeightSums)
+    bounds = None
+    if config.adaptive:
+        bounds = _blank(BoundSums)
+    veto = None
+    if config.vetoes:
+        veto = counts
     mean_weights = None
     if config.has_token_weights:
+        # Of mean weights, only those after the mode are summed.
         mean_weights = _blank(WeightSums, before=None, before_minus_1=None)
     rejected = {}
     if config.rejections:
@@ -228,11 +239,11 @@ def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[int]:
     columns = _blank(
         BatchSums,
         perplexity=_blank(PerplexitySums),
-        weights=_blank(WeightSums) if config.use_tis else None,
+        weights=weights,
         mean_weights=mean_weights,
         rejected=rejected,
-        bounds=_blank(BoundSums) if config.adaptive else None,
-        veto=counts if config.vetoes else None,
+        bounds=bounds,
+        veto=veto,
         trimmed_tokens=_present_if(config.rs_second_moment_bound is not None),
     )
     return _numbered(columns)
@@ -261,9 +272,11 @@ _VALUES = (Tensor, float, int)
 
 def _parts(node: Any) -> dict[str, Any]:
     """The fields of a dataclass, or the items of a dict, in their order."""
-    # `dataclasses.fields` would take longer than the sums of a small batch
-    parts: dict[str, Any] = node if isinstance(node, dict) else vars(node)
-    return parts
+    # `dataclasses.fields` would take longer than the sums of a small batch.
+    if isinstance(node, dict):
+        return node
+    of_object: dict[str, Any] = vars(node)
+    return of_object
 
 
 def _values(node: Any) -> list[Any]:

@@ -81,19 +81,20 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     weight_sums = None
     if raw is not None:
         weight, extremes, weight_sums = _weigh(config, tokens, chunk, raw)
-        del raw  # its memory is reused for the next temporary
+        # Its memory is reused for the next temporary.
+        del raw
     rs_accepted, criteria = _apply_criteria(config.rejections, tokens, chunk)
     accepted = rs_accepted
     if config.has_token_weights and config.mode.rejects:
         accepted = rs_accepted * indicator(torch.gt, weight, 0.0)
     masked_in_R = tokens.masked_in_RK.sum(-1)
     valid_R = tokens.valid_R
-    # Sums of the same tensor are taken once: `is` tells that no criterion and no mode rejected.
-    rs_accepted_R = valid_R if rs_accepted is tokens.valid_RK else rs_accepted.sum(-1)
     if not config.touches_loss:
-        # only metrics: the loss keeps all of its tokens, also non-finite ones
-        weight = accepted = tokens.masked_in_RK
-    accepted_R = rs_accepted_R if accepted is rs_accepted else accepted.sum(-1)
+        # Only metrics: the loss keeps all of its tokens, also non-finite ones.
+        weight = tokens.masked_in_RK
+        accepted = tokens.masked_in_RK
+    rs_accepted_R = _row_sum(rs_accepted, tokens.valid_RK, valid_R)
+    accepted_R = _row_sum(accepted, rs_accepted, rs_accepted_R)
     if tokens.nonfinite_RK is None:
         nonfinite_R = masked_in_R - valid_R
     else:
@@ -109,12 +110,11 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     trimmed_R = None
     if config.rs_second_moment_bound is not None:
         squares = torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf)
-        trimmed_R = torch.zeros_like(valid_R)  # `trim` fills it in
+        # `trim` fills the column in, when the limit of the global batch is known.
+        trimmed_R = torch.zeros_like(valid_R)
     advantage_R = None
     if config.signs_bounds:
-        assert chunk.advantage_RK is not None
-        advantage = torch.where(tokens.valid_RK > 0, chunk.advantage_RK, 0.0)
-        advantage_R = advantage.nan_to_num(0.0).sum(-1)
+        advantage_R = _advantage_sums(chunk, tokens)
     sums_R = SequenceSums(
         masked_in=masked_in_R,
         valid=valid_R,
@@ -145,14 +145,31 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     )
 
 
+def _row_sum(x_RK: Tensor, known_RK: Tensor, known_R: Tensor) -> Tensor:
+    """Σ x per row; the known sum if x is the tensor that was summed before."""
+    # The same object tells that no criterion and no mode rejected.
+    if x_RK is known_RK:
+        return known_R
+    return x_RK.sum(-1)
+
+
+def _advantage_sums(chunk: Chunk, tokens: Tokens) -> Tensor:
+    """Σ A per row over valid tokens, whose sign selects the bounds of a sequence's weight."""
+    assert chunk.advantage_RK is not None
+    advantage_RK = torch.where(tokens.valid_RK > 0, chunk.advantage_RK, 0.0)
+    return advantage_RK.nan_to_num(0.0).sum(-1)
+
+
 def trim(config: RolloutCorrectionConfig, part: TokenPass, limit: Tensor) -> TokenPass:
     """The pass without the tokens whose Δ² is at or above `rejection.second_moment_limit`."""
     assert part.squares_RK is not None, "called without a second-moment bound"
+    # A limit of +inf drops nothing, and invalid tokens are +inf, too.
     beyond_RK = (part.squares_RK >= limit.to(part.squares_RK)) & part.squares_RK.isfinite()
     accepted_RK = part.accepted_RK & ~beyond_RK
     table_S = part.table_S.clone()
     columns = sequence_columns(config)
     assert columns.trimmed is not None
+    # Columns are views, so the sums are written into the table.
     accepted_S = table_S[:, columns.accepted]
     accepted_R = accepted_RK.sum(-1, dtype=torch.float64)
     accepted_S.zero_().index_add_(0, part.sequence_R, accepted_R)
@@ -170,7 +187,8 @@ def _apply_criteria(
     sums = {}
     for criterion in criteria:
         if criterion.uses_log_ratio:
-            continue  # the sequence pass decides from Σ Δ
+            # The sequence pass decides from Σ Δ.
+            continue
         statistic = token_statistic(criterion, tokens, chunk)
         if criterion.sums_divergence:
             sums[criterion.name] = statistic.sum(-1)
@@ -178,8 +196,11 @@ def _apply_criteria(
         within = accepted(criterion, statistic).to(tokens.valid_RK.dtype).mul_(tokens.valid_RK)
         sums[criterion.name] = tokens.valid_R - within.sum(-1)
         if criterion.per_token:
-            # the first criterion needs no product, since `within` is 0 at invalid tokens
-            accepted_RK = within if accepted_RK is tokens.valid_RK else accepted_RK * within
+            # The first criterion needs no product, since `within` is 0 at invalid tokens.
+            if accepted_RK is tokens.valid_RK:
+                accepted_RK = within
+            else:
+                accepted_RK = accepted_RK * within
     return accepted_RK, sums
 
 
@@ -196,7 +217,8 @@ def _raw_weight(
     """
     aggregation = LEVELS[config.tis_level].aggregation
     if aggregation == "token":
-        return bounded.exp()  # as `safe_exp`, whose clamp would be a second pass over the block
+        # As `safe_exp`, whose clamp would be a second pass over the block.
+        return bounded.exp()
     return safe_exp(TOKEN_LEVELS[aggregation](tokens, chunk))
 
 
@@ -206,12 +228,14 @@ def _weigh(
     """Weight of every token, the extremes as in `TokenPass`, and row sums; overwrites `raw`."""
     valid = tokens.valid_RK
     scratch = tokens.scratch_RK
-    lowest = torch.div(raw, valid, out=scratch).amin()  # invalid tokens have x/0 = +inf
+    # Invalid tokens have x/0 = +inf, and so do not count in the minimum.
+    lowest = torch.div(raw, valid, out=scratch).amin()
     raw.mul_(valid)
     lower, upper = weight_bounds(config, chunk.advantage_RK)
     weight = config.mode.bound(raw, lower, upper)
     if config.mode.has_lower_bound and not config.mode.rejects:
-        weight.mul_(valid)  # the lower bound would also raise invalid tokens from 0
+        # The lower bound would also raise invalid tokens from 0.
+        weight.mul_(valid)
     highest = raw.amax()
     largest_weight = highest
     if config.mode.rejects or config.signs_bounds:
@@ -221,7 +245,7 @@ def _weigh(
         extremes.append(torch.where(valid > 0, weight, torch.inf).amin())
     invalid_R = valid.shape[-1] - tokens.valid_R  # their ratio of 0 is below any bound
     high_R = indicator(torch.gt, raw, upper, scratch).sum(-1)
-    # above 0, so that exactly the invalid tokens are below it, too
+    # Above 0, so that exactly the invalid tokens are below it, too.
     if isinstance(lower, Tensor):
         lower = lower.clamp_min(LOWEST_BOUND)
     else:

@@ -75,8 +75,7 @@ def reinforce_plus_plus_baseline(
     weights of the batch statistics.
     """
     centred, _ = _centred(rewards, accepted, "reinforce_plus_plus_baseline")
-    weights = valid_tokens if accepted is None else valid_tokens * accepted
-    return _as(rewards, whiten(centred, weights))
+    return _as(rewards, whiten(centred, _counted_tokens(valid_tokens, accepted)))
 
 
 def reinforce_plus_plus(
@@ -91,8 +90,9 @@ def reinforce_plus_plus(
 
     Args, returns and raises as `reinforce_plus_plus_baseline`, for n ≥ 1.
     """
-    weights = valid_tokens if accepted is None else valid_tokens * accepted
-    _refuse_nonfinite(rewards, torch.ones_like(rewards) * weights > 0, "reinforce_plus_plus")
+    weights = _counted_tokens(valid_tokens, accepted)
+    is_counted = torch.ones_like(rewards) * weights > 0
+    _refuse_nonfinite(rewards, is_counted, "reinforce_plus_plus")
     return _as(rewards, whiten(rewards.double(), weights))
 
 
@@ -174,11 +174,27 @@ def optimal_token_baseline(
     _refuse_nonfinite(rewards_BT, mask_BT != 0, "optimal_token_baseline")
     trained_BT = torch.where(mask_BT != 0, rewards_BT.double(), 0.0)
     mask_BT = (mask_BT != 0).double()
+    # Sums from each token to the end: torch has only sums from the start.
     returns_BT = trained_BT.flip(1).cumsum(1).flip(1)
     energy_BT = score_norm_squared(log_probs_BT, sum_pi_squared_BT)
     if weights_BT is not None:
         energy_BT = energy_BT * weights_BT.double().square()
-    path_BT = torch.where((mask_BT > 0) & energy_BT.isfinite(), energy_BT, 0.0).cumsum(1) * mask_BT
+    counts_BT = (mask_BT > 0) & energy_BT.isfinite()
+    path_BT = torch.where(counts_BT, energy_BT, 0.0).cumsum(1) * mask_BT
+    baseline_BT = _token_baseline(returns_BT, path_BT, mask_BT, group_B, zero_tail, ranks)
+    advantages_BT = (returns_BT - baseline_BT) * mask_BT
+    return torch.where(advantages_BT.abs() > ROUNDING * returns_BT.abs(), advantages_BT, 0.0)
+
+
+def _token_baseline(
+    returns_BT: Tensor,
+    path_BT: Tensor,
+    mask_BT: Tensor,
+    group_B: Tensor,
+    zero_tail: bool,
+    ranks: Ranks,
+) -> Tensor:
+    """B_t of `optimal_token_baseline` for each sample, from G_t and W_t; 0 without a baseline."""
     position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     is_longer_BT = position_T < mask_BT.sum(1, keepdim=True)
     columns = torch.stack([path_BT, returns_BT * path_BT, is_longer_BT.double()], 2)
@@ -191,15 +207,15 @@ def optimal_token_baseline(
     padding = columns.new_zeros(len(columns), width - columns.shape[1], 3)
     # The last column, of ones, counts samples.
     columns = pad(torch.cat([columns, padding], 1), (0, 1), value=1.0)
-    sums = ranks.over_data(columns.new_zeros(groups, width, 4).index_add_(0, group_B, columns))
+    local_sums = columns.new_zeros(groups, width, 4).index_add_(0, group_B, columns)
+    sums = ranks.over_data(local_sums)
     total_BT, weighted_BT, longer_BT, samples_BT = sums[group_B, : mask_BT.shape[1]].unbind(2)
     baseline_BT = torch.where((total_BT > 0) & (samples_BT > 1), weighted_BT / total_BT, 0.0)
     if zero_tail:
         # No baseline for the longest sample after the last token of the second longest one.
         is_longest_B1 = (is_longer_BT & (longer_BT == 1)).any(1, keepdim=True)
         baseline_BT = torch.where(is_longest_B1 & (longer_BT <= 1), 0.0, baseline_BT)
-    advantages_BT = (returns_BT - baseline_BT) * mask_BT
-    return torch.where(advantages_BT.abs() > ROUNDING * returns_BT.abs(), advantages_BT, 0.0)
+    return baseline_BT
 
 
 def score_norm_squared(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
@@ -259,6 +275,7 @@ def minimum_variance_baseline(
             rewards = rewards_B[members].double()
             # Relative to the lowest reward, so that equal rewards give exactly 0.
             relative = rewards - rewards.min()
+            # The softmax of log w²‖g‖² is w²‖g‖² / Σ w²‖g‖², without overflow.
             advantages_B[members] = relative - logits.softmax(0) @ relative
     return advantages_B
 
@@ -274,6 +291,7 @@ def whiten(values: Tensor, weights: Tensor, ranks: Ranks = ONE_RANK) -> Tensor:
         return values
     counted = weights > 0
     weight = weights.double()
+    # Relative to the lowest value, so that equal values give exactly 0.
     lowest = torch.where(counted, values.double(), torch.inf).amin()
     lowest = ranks.over_data(lowest, "min")
     relative = torch.where(counted, values.double() - lowest, 0.0)
@@ -298,15 +316,17 @@ def advantages(
     values = given
     if config.has_token_rewards:
         # The trainer normalizes over tokens, after it has added their KL and the discount.
-        if values is not None or config.advantage_estimator == "reinforce_plus_plus":
-            return rewards if values is None else values
-        return _as(rewards, _centred(rewards, accepted, config.advantage_estimator)[0])
+        if values is not None:
+            return values
+        if config.advantage_estimator == "reinforce_plus_plus":
+            return rewards
+        centred, _ = _centred(rewards, accepted, config.advantage_estimator)
+        return _as(rewards, centred)
     if values is None:
         values = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, accepted)
     if not config.normalize_advantages:
         return values
-    weights = valid_tokens if accepted is None else valid_tokens * accepted
-    return whiten(values, weights)
+    return whiten(values, _counted_tokens(valid_tokens, accepted))
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Tensor]] = {
@@ -351,6 +371,13 @@ def _centred(rewards: Tensor, accepted: Tensor | None, name: str) -> tuple[Tenso
     return torch.where(counted, relative - mean, 0.0), count
 
 
+def _counted_tokens(valid_tokens: Tensor, accepted: Tensor | None) -> Tensor:
+    """The trained tokens of each sample, 0 for samples that are not accepted."""
+    if accepted is None:
+        return valid_tokens
+    return valid_tokens * accepted
+
+
 def _refuse_nonfinite(rewards: Tensor, counted: Tensor, name: str) -> None:
     """Raises ValueError for the first counted reward that is NaN or infinite."""
     wrong = counted & ~rewards.isfinite()
@@ -364,5 +391,6 @@ def _refuse_nonfinite(rewards: Tensor, counted: Tensor, name: str) -> None:
 
 def _as(rewards: Tensor, advantages: Tensor) -> Tensor:
     """Advantages in the dtype of the rewards, or in the default dtype for integer rewards."""
-    dtype = rewards.dtype if rewards.dtype.is_floating_point else torch.get_default_dtype()
-    return advantages.to(dtype)
+    if rewards.dtype.is_floating_point:
+        return advantages.to(rewards.dtype)
+    return advantages.to(torch.get_default_dtype())

@@ -200,12 +200,16 @@ class PolicyConfig:
     @property
     def clip_high(self) -> float:
         """The upper clip range: eps_clip_high, or eps_clip if that is unset."""
-        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+        if self.eps_clip_high is None:
+            return self.eps_clip
+        return self.eps_clip_high
 
     @property
     def opsm_bound(self) -> float:
         """The bound of off-policy sequence masking: opsm_delta, or the policy's default."""
-        return OPSM_DELTAS[self.opsm_policy] if self.opsm_delta is None else self.opsm_delta
+        if self.opsm_delta is None:
+            return OPSM_DELTAS[self.opsm_policy]
+        return self.opsm_delta
 
 
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")

@@ -166,6 +166,7 @@ class CustomLoss:
             CustomFunctionError: The function returns invalid values.
         """
         batch = loss_batch(tokens, sequences)
+        # Copies, because a user's function may change its arguments in place.
         batch["rollout_is_weights"] = list(weights_L.clone().split(tokens.lengths))
         seed = self.seed + len(self.metric_names)
         returned = call(self.function, self.args, batch, logits, sum_of_sample_mean, seed=seed)
@@ -292,6 +293,7 @@ def token_advantages(
         raise CustomFunctionError(
             f"{name} left {wrong} advantages that are NaN or infinite; leave finite numbers."
         )
+    # Only masked tokens are left, and 0 · NaN in the loss is NaN.
     return advantages_L.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -306,6 +308,7 @@ def checked_scalar(value: Any, source: Tensor, name: str, role: str, source_name
             f"{name} returned {kind(value)} as the {role}; return a scalar tensor."
         )
     check_gradient(name, value, source, source_name, source.grad_fn)
+    # If the inputs are not finite already, the learner's check of the gradient reports it.
     if source.detach().isfinite().all() and not value.detach().isfinite():
         raise CustomFunctionError(
             f"{name} returned {float(value.detach())} as the {role}; return a finite number."

@@ -49,6 +49,12 @@ class TokenLossInputs:
         return self.log_probs_L, self.old_log_probs_L, self.advantages_L
 
     @property
+    def bounded_log_ratio_L(self) -> Tensor:
+        """log π_θ − log π_old within ±20, without gradient."""
+        log_ratio_L = bounded(self.log_probs_L.detach() - self.old_log_probs_L)
+        return log_ratio_L.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    @property
     def clip_range(self) -> dict[str, Any]:
         """ε_low and ε_high as arguments of a loss."""
         return {"clip_low": self.config.eps_clip, "clip_high": self.config.clip_high}
@@ -60,7 +66,9 @@ def bounded(log_values: Tensor) -> Tensor:
     NaN becomes 0, ±inf the bound; the gradient there is 0. Other values keep all bits. In float16,
     which ends at 65504, the bound is ±512.
     """
-    bound = 512.0 if log_values.dtype == torch.float16 else LOG_PROB_LIMIT
+    bound = LOG_PROB_LIMIT
+    if log_values.dtype == torch.float16:
+        bound = 512.0
     return log_values.nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
 
 
@@ -160,6 +168,7 @@ def cispo(
 
     Args and returns as `ppo_clip`; a `clip_low` of 1 or more is no lower bound.
     """
+    # Detached: the weight is a constant, and log π_θ alone carries the gradient.
     ratio_L = policy_ratio(log_prob_L.detach(), old_log_prob_L)
     weight_L = ratio_L.clamp(1 - clip_low, 1 + clip_high)
     return -weight_L * advantage_L * bounded(log_prob_L), (weight_L != ratio_L).to(ratio_L.dtype)
@@ -193,10 +202,11 @@ def aspo(
         weight_L = weight_L.clamp_max(dual_clip)
     ratio_L = safe_exp(log_ratio_L)
     clipped_L = where(positive_L, ratio_L > 1 + clip_high, ratio_L < 1 - clip_low)
+    # Without gradient, but with its value: the loss is reported, too.
     log_prob_L = where(clipped_L, log_prob_L.detach(), log_prob_L)
-    loss_L = (
-        -weight_L * advantage_L * policy_ratio(bounded(log_prob_L), bounded(log_prob_L.detach()))
-    )
+    # π_θ/sg(π_θ) is 1, with the gradient of log π_θ.
+    own_ratio_L = policy_ratio(bounded(log_prob_L), bounded(log_prob_L.detach()))
+    loss_L = -weight_L * advantage_L * own_ratio_L
     return loss_L, clipped_L.to(loss_L.dtype)
 
 
@@ -361,18 +371,21 @@ def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     e^(0.05√t).
     """
     log_prob_L = bounded(x.log_probs_L.detach())
-    c = x.config.eps_clip_c
-    prefix_L = x.prefix_sums(
-        bounded(log_prob_L - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    )
-    highest = FLOAT16_LOG_RATIO_BOUND if log_prob_L.dtype == torch.float16 else 10.0
+    own_log_ratio_L = bounded(log_prob_L - x.old_log_probs_L)
+    prefix_L = x.prefix_sums(own_log_ratio_L.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    highest = 10.0
+    if log_prob_L.dtype == torch.float16:
+        highest = FLOAT16_LOG_RATIO_BOUND
     # No lower bound, as in the authors' code: a small ratio does not overflow.
-    ratio_L = (prefix_L + bounded(x.log_probs_L) - log_prob_L).clamp_max(highest).exp()
+    log_ratio_L = prefix_L + bounded(x.log_probs_L) - log_prob_L
+    ratio_L = log_ratio_L.clamp_max(highest).exp()
     power_L = x.prefix_sums(torch.ones_like(log_prob_L)).sqrt()
-    bounded_L = ratio_L.clamp(
-        (1 - x.config.eps_clip) ** power_L, (1 + x.config.clip_high) ** power_L
-    )
-    return _clipped(ratio_L, bounded_L, x.advantages_L, None if c is None else c**power_L)
+    lowest_L = (1 - x.config.eps_clip) ** power_L
+    highest_L = (1 + x.config.clip_high) ** power_L
+    dual_clip_L = None
+    if x.config.eps_clip_c is not None:
+        dual_clip_L = x.config.eps_clip_c**power_L
+    return _clipped(ratio_L, ratio_L.clamp(lowest_L, highest_L), x.advantages_L, dual_clip_L)
 
 
 CPPO_LOWEST_WEIGHT = 0.8
@@ -399,12 +412,15 @@ def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     length_L = x.over_sequence(one_L, mean=False)
     weight_L = 1 - (1 - CPPO_LOWEST_WEIGHT) * (position_L - 1) / (length_L - 1).clamp_min(1)
     divergence_L = weight_L * binary_tv(log_prob_L, old_log_prob_L)
-    budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * (
-        x.prefix_sums(weight_L) - weight_L
-    )
+    # W_{t−1} is the sum of the weights before the token.
+    earlier_L = x.prefix_sums(weight_L) - weight_L
+    budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * earlier_L
     inside_L = (divergence_L <= x.config.eps_clip) & (x.prefix_sums(divergence_L) <= budget_L)
-    kept_L = inside_L | (x.advantages_L * (log_prob_L - old_log_prob_L) <= 0)
-    loss_L = where(kept_L, -policy_ratio(x.log_probs_L, x.old_log_probs_L) * x.advantages_L, 0.0)
+    # r − 1 has the sign of log r.
+    returns_L = x.advantages_L * (log_prob_L - old_log_prob_L) <= 0
+    kept_L = inside_L | returns_L
+    ratio_L = policy_ratio(x.log_probs_L, x.old_log_probs_L)
+    loss_L = where(kept_L, -ratio_L * x.advantages_L, 0.0)
     return loss_L, (~kept_L).to(loss_L.dtype)
 
 
@@ -416,7 +432,8 @@ def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta
     Source: "Kimi k1.5" (https://arxiv.org/abs/2501.12599), section 2.3.2, per token as in verl's
     and tinker's `dro`.
     """
-    return -advantage_L * bounded(log_prob_L) + beta / 2 * _squared(log_prob_L - old_log_prob_L)
+    pull_L = beta / 2 * _squared(log_prob_L - old_log_prob_L)
+    return -advantage_L * bounded(log_prob_L) + pull_L
 
 
 def _clipped(
@@ -469,16 +486,17 @@ def kl_estimate(
         ValueError: The kind is unknown.
     """
     difference_L = bounded(log_prob_L - reference_log_prob_L)
-    estimates = {"k1": _k1, "k2": _k2, "k3": _k3}
-    estimate = estimates.get("k3" if kind == "low_var_kl" else kind)
-    if estimate is None:
+    estimates = {"k1": _k1, "k2": _k2, "k3": _k3, "low_var_kl": _k3}
+    if kind not in estimates:
         raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl, got {kind!r}")
-    kl_L = estimate(difference_L)
+    kl_L = estimates[kind](difference_L)
     if ratio_L is not None:
-        # float16 ends at 65504, and the product of both bounds is larger.
+        # Float16 ends at 65504, and the product of both bounds is larger.
         largest = torch.finfo(kl_L.dtype).max / 4
         kl_L = (ratio_L * kl_L).clamp(-largest, largest)
-    return kl_L.clamp(-10, 10) if kind == "low_var_kl" else kl_L
+    if kind == "low_var_kl":
+        kl_L = kl_L.clamp(-10, 10)
+    return kl_L
 
 
 def _k1(difference_L: Tensor) -> Tensor:
@@ -493,14 +511,18 @@ def _k2(difference_L: Tensor) -> Tensor:
 
 def _squared(difference_L: Tensor) -> Tensor:
     """d², bounded; the gradient is 0 beyond the bound."""
-    # float16 ends at 65504, so 256² would overflow.
-    bound = 128.0 if difference_L.dtype == torch.float16 else LOG_PROB_LIMIT
+    # Float16 ends at 65504, so 256² would overflow.
+    bound = LOG_PROB_LIMIT
+    if difference_L.dtype == torch.float16:
+        bound = 128.0
     return bounded(difference_L).clamp(-bound, bound).square()
 
 
 def _k3(difference_L: Tensor) -> Tensor:
     """e^{−d} + d − 1; expm1 keeps the digits of small d."""
-    bound = FLOAT16_LOG_RATIO_BOUND if difference_L.dtype == torch.float16 else LOG_RATIO_BOUND
+    bound = LOG_RATIO_BOUND
+    if difference_L.dtype == torch.float16:
+        bound = FLOAT16_LOG_RATIO_BOUND
     difference_L = difference_L.clamp_min(-bound)
     return (-difference_L).expm1() + difference_L
 
@@ -526,12 +548,7 @@ LOSSES: dict[str, TokenLoss] = {
     "vespo": lambda x: _unclipped(
         vespo(
             x.log_probs_L,
-            x.over_sequence(
-                bounded(x.log_probs_L.detach() - x.old_log_probs_L).clamp(
-                    -LOG_RATIO_BOUND, LOG_RATIO_BOUND
-                ),
-                mean=False,
-            ),
+            x.over_sequence(x.bounded_log_ratio_L, mean=False),
             x.advantages_L,
         )
     ),

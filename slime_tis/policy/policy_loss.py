@@ -153,15 +153,14 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     opsm_mask_L = opsm_mask(inputs, old_L, step)
     correction = without_opsm(correction, opsm_mask_L, ranks)
 
-    # 3. Loss per token. A masked token, or one without a log-prob, gets ratio 1 before any
-    # arithmetic: the gradient of a masked NaN is NaN.
-    counts_L = correction.mask & is_log_prob(inputs.log_probs_L.detach())
-    log_probs_L = torch.where(counts_L, inputs.log_probs_L, bounded(inputs.log_probs_L.detach()))
-    finite_old_L = torch.where(counts_L & is_log_prob(old_L), old_L, log_probs_L.detach())
+    # 3. Loss per token.
+    log_probs_L, finite_old_L = usable_log_probs(inputs.log_probs_L, old_L, correction.mask)
     selected_L = selected_tokens(old_L, tokens, step)
     terms = token_terms(inputs, log_probs_L, finite_old_L, correction.mask, selected_L, step)
     loss_L = terms.pg_loss
-    weights_L = correction.weights if options.use_tis else (tokens.loss_mask_L > 0).float()
+    weights_L = (tokens.loss_mask_L > 0).float()
+    if options.use_tis:
+        weights_L = correction.weights
     custom_metrics: dict[str, Tensor] = {}
     if step.custom is not None:
         custom_loss_L, custom_mask_L, custom_accepted_S, custom_metrics = step.custom(
@@ -174,7 +173,8 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
         # Without --use-tis and --use-rs the function only measures, and the loss keeps all bits.
         if options.corrects:
             loss_L = custom_loss_L
-            weights_L = torch.full_like(weights_L, torch.nan)  # only the function has weights
+            # The function applies its weights itself, and does not return them.
+            weights_L = torch.full_like(weights_L, torch.nan)
             correction = replace(
                 correction, mask=custom_mask_L, accepted_per_sequence=custom_accepted_S
             )
@@ -204,7 +204,8 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
         pull = original.sum(rollout_pull(inputs))
         numerator = numerator + step.policy.rollout_pull_coef * pull
         sums = replace(sums, rollout_pull=pull.detach().double())
-        contributing = sums.masked_in_tokens  # rejected tokens are pulled, too
+        # Rejected tokens are pulled, too.
+        contributing = sums.masked_in_tokens
     return LossOutputs(
         numerator=numerator,
         denominator=sums.loss_denominator.to(torch.int),
@@ -219,6 +220,20 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
             measured_log_probs_L=measured_L,
         ),
     )
+
+
+def usable_log_probs(
+    log_probs_L: Tensor, old_log_probs_L: Tensor, mask_L: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log π_θ with gradient and log π_old, with ratio 1 at masked tokens and without a log-prob.
+
+    This comes before any arithmetic, because the gradient of a masked NaN is NaN.
+    """
+    current_L = log_probs_L.detach()
+    counts_L = mask_L & is_log_prob(current_L)
+    usable_L = torch.where(counts_L, log_probs_L, bounded(current_L))
+    has_old_L = counts_L & is_log_prob(old_log_probs_L)
+    return usable_L, torch.where(has_old_L, old_log_probs_L, usable_L.detach())
 
 
 def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
@@ -255,7 +270,8 @@ def config_of_correction(step: LossStep) -> RolloutCorrectionConfig:
         tis_lower_bound_negative=None,
         tis_upper_bound_negative=None,
         tis_batch_normalize=False,
-        policy_loss="reinforce",  # the loss that takes weights in bypass mode
+        # The configuration refuses weights in bypass mode with a loss that has a ratio.
+        policy_loss="reinforce",
     )
 
 
@@ -344,7 +360,9 @@ def token_terms(
     if step.policy.use_kl_loss:
         reference_L = tokens.ref_log_probs_L
         assert reference_L is not None
-        kl_ratio_L = ratio_L if step.policy.use_unbiased_kl else None
+        kl_ratio_L = None
+        if step.policy.use_unbiased_kl:
+            kl_ratio_L = ratio_L
         kl_L = kl_estimate(log_probs_L, reference_L, step.policy.kl_loss_type, kl_ratio_L)
         # A reference without a log-prob has −9984 nats, which would dominate the mean.
         kl_L = torch.where(is_log_prob(reference_L), kl_L, 0.0)
@@ -393,7 +411,9 @@ def over_sequence(
     columns = torch.stack([masked_L, mask_L.to(values_L.dtype)], 1).double()
     local_sums = columns.new_zeros(len(lengths), 2).index_add_(0, sequence_L, columns)
     sum_S, count_S = ranks.over_context(local_sums).unbind(1)
-    result_S = sum_S / count_S.clamp_min(1) if mean else sum_S
+    result_S = sum_S
+    if mean:
+        result_S = sum_S / count_S.clamp_min(1)
     return result_S.to(values_L.dtype).index_select(0, sequence_L)
 
 
@@ -567,7 +587,9 @@ def measured_log_probs(inputs: LossInputs, train_log_probs_L: Tensor, step: Loss
 def training_old_log_probs(inputs: LossInputs) -> Tensor:
     """The training engine's log π_old [L]: recomputed before the step, or of this forward pass."""
     recomputed_L = inputs.tokens.old_log_probs_L
-    return inputs.log_probs_L.detach() if recomputed_L is None else recomputed_L
+    if recomputed_L is None:
+        return inputs.log_probs_L.detach()
+    return recomputed_L
 
 
 def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:

@@ -100,6 +100,7 @@ class ResponseTokens:
         return replace(self, advantages_L=expand(advantages_S, self.lengths))
 
     def _tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 

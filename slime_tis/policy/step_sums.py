@@ -321,10 +321,12 @@ def sums_by(
     """
     log_ratio_L = (train_log_probs_L - rollout_log_probs_L).double()
     valid_L = (loss_mask_L != 0) & is_log_prob(train_log_probs_L) & is_log_prob(rollout_log_probs_L)
+    # Before exp and the sums: 0 · NaN in a later product with the mask is NaN.
     log_ratio_L = torch.where(valid_L, log_ratio_L, 0.0)
     ratio_minus_1_L = log_ratio_L.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1()
     columns = torch.stack([valid_L.double(), log_ratio_L, ratio_minus_1_L, log_ratio_L.abs()], 1)
     first = torch.tensor(by.first).to(number_L.device, non_blocking=True)
+    # `right`: a number that begins a bucket belongs to it.
     bucket_L = torch.bucketize(number_L, first, right=True)
     sums = columns.new_zeros(len(by.buckets), columns.shape[1])
     return sums.index_add_(0, bucket_L, columns)
@@ -343,7 +345,8 @@ def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
     for name, (count, log_ratio, ratio_minus_1, difference) in zip(by.buckets, rows, strict=True):
         if count:
             suffix = f"{by.name}_{name}"
-            k3_sum = max(ratio_minus_1 - log_ratio, 0.0)  # rounding may make it negative
+            # Rounding may make it negative.
+            k3_sum = max(ratio_minus_1 - log_ratio, 0.0)
             metrics[f"mismatch_kl_{suffix}"] = -log_ratio / count
             metrics[f"mismatch_k3_kl_{suffix}"] = k3_sum / count
             metrics[f"train_rollout_logprob_abs_diff_{suffix}"] = difference / count
