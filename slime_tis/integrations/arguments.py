@@ -45,7 +45,8 @@ def add_rollout_correction_arguments(parser: argparse.ArgumentParser) -> None:
     Raises:
         ValueError: The parser has a flag of the same name that takes another kind of value.
     """
-    host_actions = parser._option_string_actions  # argparse has no public way to ask
+    # argparse has no public way to ask.
+    host_actions = parser._option_string_actions
     group = parser.add_argument_group("rollout correction (slime_tis)")
     docs = field_docs(RolloutCorrectionConfig)
     for name, field in field_types(RolloutCorrectionConfig).items():
@@ -67,7 +68,8 @@ def add_rollout_correction_arguments(parser: argparse.ArgumentParser) -> None:
             *flags,
             dest=name,
             default=argparse.SUPPRESS,
-            help=docs[name].replace("%", "%%"),  # argparse formats help texts with %
+            # argparse formats help texts with %.
+            help=docs[name].replace("%", "%%"),
             **options,
         )
     host_defaults = {}

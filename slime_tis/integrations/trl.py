@@ -312,7 +312,8 @@ class RolloutCorrectionMixin:
 
         assert self._dump_dir is not None
         self._dump_dir.mkdir(parents=True, exist_ok=True)
-        self._batches += 1  # a step may have several generation batches
+        # A step may have several generation batches.
+        self._batches += 1
         step = self.state.global_step
         rank = self.accelerator.process_index
         name = f"step_{step:07d}_{self._batches:07d}_rank_{rank}.parquet"

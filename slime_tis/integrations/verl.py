@@ -140,7 +140,8 @@ def compute_rollout_correction_weights(
     ranks = Ranks()
     distributed = torch.distributed
     if rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
-        ranks = Ranks.from_groups(data=distributed.group.WORLD)  # verl's ranks are data-parallel
+        # verl's ranks are data-parallel.
+        ranks = Ranks.from_groups(data=distributed.group.WORLD)
     # Δ as log π_train, and zeros as log π_rollout, have the log-ratio Δ.
     delta = _usable(log_ratio)
     correction = correct(

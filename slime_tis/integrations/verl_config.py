@@ -158,7 +158,8 @@ def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> Tr
     for name in ("rs_lower_bound", "rs_upper_bound"):
         if name in options:
             bounds[name] = options.pop(name)
-    options.pop("rs_level", None)  # `_rejection` has it, or criteria instead
+    # `_rejection` has it, or criteria instead.
+    options.pop("rs_level", None)
     options |= weights
     options |= _rejection(block, bounds, label)
     # verl divides by the accepted tokens if anything rejects.
@@ -488,7 +489,8 @@ def config_fields(verl_options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(name: str, text: str) -> float:
     try:
-        if "_" not in text:  # Python reads 0.5_2 as 0.52
+        # Python reads 0.5_2 as 0.52.
+        if "_" not in text:
             return float(text)
     except ValueError:
         pass

@@ -324,7 +324,8 @@ def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     from slime_tis.options.yaml_file import read_yaml
 
     options = dict(line.options)
-    del options["custom_config_path"]  # a YAML file cannot name another one
+    # A YAML file cannot name another one.
+    del options["custom_config_path"]
     given = read_yaml(file, flags.overrides, options, line.aliases)
     merged = dict(given)
     for name, entry in flags.given.items():
@@ -443,7 +444,8 @@ def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list
 def needs_of(line: CommandLine, name: str) -> list[Need]:
     """Returns the flags of this command line that give an option an effect."""
     option = line.options.get(name)
-    if option is None:  # an option of a user function
+    # An option of a user function.
+    if option is None:
         return []
     needs = []
     for word in (*option.needs, *option.suffices):

@@ -218,7 +218,7 @@ def _has_type(value: Any, kind: Any) -> bool:
     """Whether a value has the type of a field; True for a Literal, which is checked before."""
     if kind is bool:
         return isinstance(value, bool)
-    # bool is a subclass of int, and numpy's numbers are Integral or Real, but not int or float.
+    # `bool` is a subclass of `int`, and numpy's numbers are Integral or Real, but not int or float.
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if kind is float:
@@ -253,7 +253,8 @@ def _is_finite(value: float) -> bool:
     """Whether a float can represent the number, and it is neither infinite nor NaN."""
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
+    # An integer of hundreds of digits.
+    except OverflowError:
         return False
 
 

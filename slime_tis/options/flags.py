@@ -67,7 +67,8 @@ def with_replaced_flags(words: Sequence[str], others: Sequence[str]) -> tuple[st
         has_short_flag = any(SHORT_FLAG.match(word) for word in one.following)
         if one.name in replaced and not has_short_flag:
             continue
-        if one.word:  # the first item has none
+        # The first item has none.
+        if one.word:
             kept.append(one.word)
         kept += one.following
     return (*kept, *others)

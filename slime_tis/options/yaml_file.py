@@ -103,7 +103,8 @@ def _user_option(label: str, key: str, path: Path | None, names: Sequence[str]) 
         ValueError: The key is a misspelled option of this program, or JSON cannot hold the value.
     """
     match = similar(key, names)
-    assert path is not None  # overrides set options of verl's blocks only
+    # Overrides set options of verl's blocks only.
+    assert path is not None
     text = path.read_text(encoding="utf-8")
     # Safe, because the loader makes only YAML's types, and _read_document has checked the file.
     document = yaml.load(text, _UserLoader)
@@ -144,7 +145,8 @@ def read_document(path: Path, flag: str = "--custom-config-path") -> dict[str, A
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).replace("<unicode string>", "the file").split())
         raise ValueError(f"{label} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
-    if document is None:  # the file is empty, or has only a null
+    # The file is empty, or has only a null.
+    if document is None:
         return {}
     if not isinstance(document, dict):
         raise ValueError(f"{label} but it contains no keys; write one `key: value` per line.")
@@ -200,7 +202,8 @@ class _UserLoader(yaml.SafeLoader):
 _UserLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),  # first characters of such a scalar
+    # First characters of such a scalar.
+    list("-+.0123456789"),
 )
 
 
@@ -289,7 +292,8 @@ def _correction(block: Mapping[str, Given]) -> dict[str, Given]:
             values[key] = entry.value
     try:
         options = translate(values, lambda key: block[key].label)
-    except TypeError as error:  # a list in place of a number
+    # A list in place of a number.
+    except TypeError as error:
         raise ValueError(str(error)) from None
     correction = {}
     for name, (value, key) in options.items():

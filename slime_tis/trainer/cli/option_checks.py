@@ -247,7 +247,8 @@ def _check_routing_record(arguments: Arguments) -> None:
     """Refuses --use-routing-replay without a pass to record, or if it disturbs a measurement."""
     steps = arguments.loop.num_steps_per_rollout
     rollout = arguments.rollout
-    assert steps is not None  # derived by train_arguments
+    # Derived by train_arguments.
+    assert steps is not None
     if not arguments.megatron.use_routing_replay:
         return
     if rollout.measure_routing_mismatch is not None and not rollout.use_rollout_routing_replay:

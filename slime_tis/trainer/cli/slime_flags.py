@@ -455,7 +455,7 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts of rotary embeddings."""
-    # transformers 5 renamed rope_scaling to rope_parameters; older files write type for rope_type.
+    # Transformers 5 renamed rope_scaling to rope_parameters; older files write type for rope_type.
     rope = facts.get("rope_parameters") or facts.get("rope_scaling")
     if not isinstance(rope, Mapping):
         rope = {}

@@ -85,7 +85,7 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> 
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    # torchrun starts one process per rank; one of them warns.
+    # Torchrun starts one process per rank; one of them warns.
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings_of(arguments):
             print(f"warning: {warning}", file=sys.stderr)
@@ -272,7 +272,7 @@ def _as_flag(name: str, value: Any) -> str:
         if word.isprintable():
             words.append(shlex.quote(word))
         else:
-            # bash's quotes for a newline, which stays on one line of the log
+            # Bash's quotes for a newline, which stays on one line of the log.
             escaped = word.encode("unicode_escape").decode().replace("'", "\\'")
             words.append(f"$'{escaped}'")
     return " ".join([flag(name), *words])
