@@ -335,6 +335,7 @@ FAMILIES: Mapping[str, Family] = {
         rotary_class=ROTARY.format("mistral", "Mistral"),
         attention=Attention(window="sliding_window"),
         weights=LLAMA,
+        true_on_policy=True,
     ),
     "Phi3ForCausalLM": Family(
         title="Phi-4",
@@ -349,6 +350,7 @@ FAMILIES: Mapping[str, Family] = {
         rotary_class=ROTARY.format("smollm3", "SmolLM3"),
         attention=Attention(rotary_layers="no_rope_layers"),
         weights=LLAMA,
+        true_on_policy=True,
     ),
     "Olmo2ForCausalLM": Family(
         title="OLMo 2",
@@ -379,6 +381,7 @@ FAMILIES: Mapping[str, Family] = {
         rotary_class=ROTARY.format("qwen2", "Qwen2"),
         attention=Attention(qkv_bias=True),
         weights={**LLAMA, **QKV_BIAS},
+        true_on_policy=True,
     ),
     "Glm4ForCausalLM": Family(
         title="GLM-4-0414",

@@ -42,10 +42,19 @@ def test_the_same_run_without_the_flag_has_a_mismatch(run):
     assert largest_mismatch(run(*BF16, "--no-true-on-policy")) > 0.0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_other_dense_families_have_equal_log_probs(tmp_path, family):
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "mistral": {"sliding_window": 6},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "mimo": {},
+}
+
+
+@pytest.mark.parametrize(("family", "sizes"), FAMILIES.items(), ids=[*FAMILIES])
+def test_other_dense_families_have_equal_log_probs(tmp_path, family, sizes):
     # an inner size that does not fill vectors, so that silu is composed
-    task = make_task(tmp_path, family, intermediate_size=50)
+    task = make_task(tmp_path, family, intermediate_size=50, **sizes)
     assert largest_mismatch(run_here([*task, *BF16], tmp_path / "run")) == 0.0
 
 

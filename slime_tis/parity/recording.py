@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 IN_A_LAYER = (
     "norm before attention",
+    "query latent projection",
+    "query latent norm",
     "query projection",
     "key projection",
     "value projection",
+    "key-value latent projection",
+    "key-value latent norm",
     "query norm",
     "key norm",
     "query rope",

@@ -34,6 +34,12 @@ OUTPUTS = {
     "input_layernorm": "norm before attention",
     "self_attention.q_layernorm": "query norm",
     "self_attention.k_layernorm": "key norm",
+    # DeepSeek's latent attention.
+    "self_attention.linear_q_proj": "query projection",
+    "self_attention.linear_q_down_proj": "query latent projection",
+    "self_attention.linear_q_up_proj": "query projection",
+    "self_attention.linear_kv_down_proj": "key-value latent projection",
+    "self_attention.kv_layernorm": "key-value latent norm",
     "self_attention.linear_proj": "output projection",
     "pre_mlp_layernorm": "norm before MLP",
     "mlp.shared_experts": "shared expert",
@@ -50,6 +56,8 @@ INPUTS = {
 """Operations by the module of a layer whose input they are."""
 OUTPUT_NORMS = {"self_attn_bda": "norm after attention", "mlp_bda": "norm after MLP"}
 """Operations by the module that has a norm of an output in some families."""
+QUERY_LATENT = "self_attention.linear_q_down_proj"
+"""In layers with this module, `q_layernorm` normalizes its output instead of the queries."""
 QKV = "self_attention.linear_qkv"
 GATE_UP = "mlp.linear_fc1"
 ROUTER = "mlp.router"
@@ -115,6 +123,8 @@ def _layer_sites(modules: dict[str, nn.Module], number: int, config: Any) -> lis
             if is_missing or (name == "MLP" and is_dense):
                 continue
             assert module is not None
+            if name == "query norm" and QUERY_LATENT in modules:
+                name = "query latent norm"
             operation = Operation(name, number)
             sites.append(Site(module=module, operations=(operation,), is_input=is_input))
     for path, name in OUTPUT_NORMS.items():
@@ -124,13 +134,14 @@ def _layer_sites(modules: dict[str, nn.Module], number: int, config: Any) -> lis
     if config.tensor_model_parallel_size > 1:
         # Ranks divide the rows of joint projections, and not always by groups.
         return sites
-    split, join = _qkv_layout(config.num_attention_heads, config.num_query_groups)
-    query_key_value = (
-        Operation("query projection", number),
-        Operation("key projection", number),
-        Operation("value projection", number),
-    )
-    sites.append(Site(module=modules[QKV], operations=query_key_value, split=split, join=join))
+    if QKV in modules:
+        split, join = _qkv_layout(config.num_attention_heads, config.num_query_groups)
+        query_key_value = (
+            Operation("query projection", number),
+            Operation("key projection", number),
+            Operation("value projection", number),
+        )
+        sites.append(Site(module=modules[QKV], operations=query_key_value, split=split, join=join))
     if is_dense:
         gate_up = (Operation("gate projection", number), Operation("up projection", number))
         sites.append(

@@ -30,6 +30,13 @@ OUTPUTS = {
     "self_attn.q_proj": "query projection",
     "self_attn.k_proj": "key projection",
     "self_attn.v_proj": "value projection",
+    # DeepSeek's latent attention. Its `kv_b_proj` is left out: a cache holds latents, so each pass
+    # projects those of all earlier tokens again.
+    "self_attn.q_a_proj": "query latent projection",
+    "self_attn.q_a_layernorm": "query latent norm",
+    "self_attn.q_b_proj": "query projection",
+    "self_attn.kv_a_proj_with_mqa": "key-value latent projection",
+    "self_attn.kv_a_layernorm": "key-value latent norm",
     "self_attn.q_norm": "query norm",
     "self_attn.k_norm": "key norm",
     "self_attn.o_proj": "output projection",

@@ -91,6 +91,11 @@ OPERATIONS = {
     "olmo2": 3 + 2 * 17,
     # Norms of outputs; without rotary embeddings, whose features have another order in training.
     "glm4": 3 + 2 * 15,
+    # Latents of queries, keys and values; router and MLP of the second layer.
+    "deepseek_v2": 3 + 15 + 14,
+    "deepseek_v3": 3 + 15 + 14,
+    "kimi_k2": 3 + 15 + 14,
+    "glm4_moe_lite": 3 + 15 + 14,
     # Router and MLP instead of the four operations of a dense MLP, and a shared expert.
     "qwen2_moe": 3 + 2 * 13,
     "qwen3_moe": 3 + 2 * 15,
@@ -100,7 +105,10 @@ OPERATIONS = {
 
 
 def test_every_family_is_compared():
-    assert {*OPERATIONS} == {family.model_type for family in FAMILIES.values()}
+    model_types = set()
+    for family in FAMILIES.values():
+        model_types |= {family.model_type, *family.aliases}
+    assert {*OPERATIONS} == model_types
 
 
 @pytest.fixture(scope="module", params=OPERATIONS)

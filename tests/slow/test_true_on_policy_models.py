@@ -63,6 +63,23 @@ def test_scaled_rotary_embeddings_have_equal_log_probs(tmp_path, precision, rope
     assert_no_mismatch(metrics_of(run, tmp_path / "run"))
 
 
+FAMILIES = {
+    "mistral": {"sliding_window": 6},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "mimo": {},
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_dense_families_have_equal_log_probs(tmp_path, precision, ranks, family):
+    task = make_task(tmp_path, family, **FAMILIES[family])
+    run = [*task, "--true-on-policy", *PRECISIONS[precision]]
+    run += ["--tensor-model-parallel-size", str(ranks)]
+    assert_no_mismatch(metrics_of(run, tmp_path / "run", ranks))
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_turns_of_an_agent_have_equal_log_probs(flags, tmp_path, precision, ranks):
