@@ -53,7 +53,11 @@ LAYERS = (
     ("slime_tis.analysis.diagnosis",),
     ("slime_tis.analysis.logs",),
     ("slime_tis.analysis.report",),
-    ("slime_tis.trainer.configs", "slime_tis.trainer.invariant"),
+    (
+        "slime_tis.trainer.configs",
+        "slime_tis.trainer.invariant",
+        "slime_tis.trainer.matrix_products",
+    ),
     ("slime_tis.trainer.reporting",),
     ("slime_tis.trainer.stop_signals",),
     ("slime_tis.trainer.storage",),

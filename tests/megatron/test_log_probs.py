@@ -216,16 +216,26 @@ def test_sums_over_bfloat16_logits_are_in_float32(implementation, gradient):
         torch.testing.assert_close(value.float(), reference.float(), atol=0.02, rtol=0.02)
 
 
-class Sizes(TorchDispatchMode):
-    """The largest result of an operation, in entries, except tensors of the weight's size."""
+MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.mkldnn._linear_pointwise.default)
 
-    def __init__(self, ignored):
+
+class Sizes(TorchDispatchMode):
+    """The largest result of an operation, in entries, except tensors of the weight's size.
+
+    Counts the products that give logits.
+    """
+
+    def __init__(self, weight):
         super().__init__()
-        self.largest, self.ignored, self.products = 0, ignored, 0
+        self.largest = 0
+        self.ignored = weight.numel()
+        self.inputs = weight.shape[1]
+        self.products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.products += func is torch.ops.aten.mm.default
+        if func in MATRIX_PRODUCTS and out.shape[-1] != self.inputs:
+            self.products += 1
         sizes = [x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
         self.largest = max([self.largest, *(size for size in sizes if size != self.ignored)])
         return out
@@ -244,7 +254,7 @@ def test_only_one_tile_of_logits_exists_at_a_time(entries, zeros, largest, produ
     hidden, weight = torch.randn(40, 2).requires_grad_(), torch.randn(16, 2).requires_grad_()
     grad = torch.ones(40)
     grad[:zeros] = 0.0
-    with Sizes(ignored=weight.numel()) as sizes:
+    with Sizes(weight) as sizes:
         distribution = TokenDistribution(entropy_gradient=False)
         fused(distribution, torch.arange(40) % 16)(hidden, weight)[0].backward(grad)
     assert (sizes.largest, sizes.products) == (largest, products)

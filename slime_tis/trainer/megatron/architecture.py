@@ -39,7 +39,9 @@ from slime_tis.hf_tensors import dimensions, head_size, positioned_size
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.invariant.self_check import Kernels, ModelShapes
+from slime_tis.trainer.matrix_products import prefers_onednn
 from slime_tis.trainer.megatron.family_layers import AllHeadsNorm, NormThenAdd
+from slime_tis.trainer.megatron.fast_layers import use_fast_products
 from slime_tis.trainer.megatron.invariant_layers import use_invariant_operations
 from slime_tis.trainer.megatron.latent_attention import LatentAttention, LatentSizes
 from slime_tis.trainer.megatron.layers import (
@@ -413,6 +415,8 @@ def _torch_spec(
     dense = _torch_layer_spec(config, None, norm)
     if kernels is not None:
         use_invariant_operations(dense, kernels)
+    elif prefers_onednn():
+        use_fast_products(dense)
     layers = [dense] * get_num_layers_to_build(config)
     if config.num_moe_experts is not None:
         sparse = _torch_layer_spec(config, config.num_moe_experts, norm)

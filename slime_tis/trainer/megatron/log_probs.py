@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from slime_tis.integrations.slime import context_parallel
 from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.invariant.operations import Tiles, product, row_sums
+from slime_tis.trainer.matrix_products import linear, multiply, prefers_onednn
 
 LOWEST = -1e4
 """Replaces −inf in z − m, so that e^{z−m}·(z−m) is 0."""
@@ -398,7 +399,7 @@ class _Chunk:
         weight_OI = self.weight_OI[block]
         tiles = self.distribution.tiles
         if tiles is None:
-            logits_RV = self.hidden_RI @ weight_OI.t()
+            logits_RV = linear(self.hidden_RI, weight_OI)
         else:
             logits_RV = product(self.hidden_RI, weight_OI, tiles)
         start = self.distribution.vocab_start + block.start
@@ -499,10 +500,10 @@ class _FusedLinearLogProbs(torch.autograd.Function):
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds left @ right, which may have a lower precision, that of the weight."""
-    if total.dtype == left.dtype:
+    if total.dtype == left.dtype and not prefers_onednn():
         total.addmm_(left, right)
     else:
-        total.add_(left @ right)
+        total.add_(multiply(left, right))
 
 
 def columns(column_L: Tensor, width: int) -> tuple[Tensor, Tensor]:

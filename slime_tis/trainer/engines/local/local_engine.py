@@ -48,6 +48,7 @@ from slime_tis.trainer.engines.rollout_engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.invariant.self_check import Kernels
+from slime_tis.trainer.matrix_products import use_fast_linear_layers
 from slime_tis.trainer.rank_collectives import map_over_ranks
 from slime_tis.trainer.storage.checkpoint_files import ROLLOUT_WEIGHTS
 
@@ -132,6 +133,8 @@ class LocalEngine:
         if kernels is not None:
             install(self._model, kernels)
             self._invariant_options = batching_options(kernels)
+        else:
+            use_fast_linear_layers(self._model)
         self._weights = weights_by_file_name(self._model)
         self._precision: Precision = precision
         self._roundings = roundings(self._model, precision, router_bits)

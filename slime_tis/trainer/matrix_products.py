@@ -1,0 +1,123 @@
+"""Float32 matrix products by the library that is fast on this processor.
+
+torch multiplies float32 matrices on a CPU with MKL. On processors that are not Intel's, MKL uses
+AVX2 even if there is AVX-512. oneDNN, which torch has too and uses for bfloat16, then is twice as
+fast: 160 to 220 against 80 to 100 GFLOP/s on one core of an AMD EPYC of family 26 (Zen 5).
+
+Both sum in float32, in different orders. Results differ by rounding errors, and the choice depends
+on the processor only. The products of `--true-on-policy` are in `invariant.operations`.
+
+Shapes: M and N rows and columns of the result, K the length of the sums.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup, all_reduce
+
+CPU_INFO = Path("/proc/cpuinfo")
+INTEL = "GenuineIntel"
+
+
+@cache
+def prefers_onednn() -> bool:
+    """Whether oneDNN multiplies float32 matrices faster than MKL: AVX-512, but not Intel's."""
+    if not torch.backends.mkl.is_available() or not torch.backends.mkldnn.is_available():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        return INTEL not in CPU_INFO.read_text()
+    except OSError:
+        return False
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left [..., M, K] times right [K, N], without gradient."""
+    if not _goes_to_onednn(left, right):
+        return left @ right
+    return _onednn_linear(left, right.t(), None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns x Wᵀ + b [..., N] for x [..., K], weight [N, K] and bias [N], without gradient."""
+    if not _goes_to_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    return _onednn_linear(x, weight, bias)
+
+
+def trained_linear(x: Tensor, weight: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Returns x Wᵀ [..., N] for x [..., K] and weight [N, K], with gradient.
+
+    `group` has the tensor-parallel ranks over which the gradient of x is summed; None for none.
+    """
+    output: Tensor = _Linear.apply(x, weight, group)  # type: ignore[no-untyped-call]  # torch's
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
+        # A frozen weight has no gradient, which needs x.
+        saved_x = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(saved_x, weight)
+        ctx.group = group
+        return linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = None
+        grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = multiply(grad, weight)
+            if ctx.group is not None:
+                all_reduce(grad_x, group=ctx.group)
+        if ctx.needs_input_grad[1]:
+            grad_weight = multiply(grad.flatten(0, -2).t(), x.flatten(0, -2))
+        return grad_x, grad_weight, None
+
+
+class FastLinear(nn.Linear):
+    """A linear layer without gradient, with the parameters of another one."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        # nn.Linear would allocate other parameters.
+        nn.Module.__init__(self)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.weight = layer.weight
+        self.bias = layer.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] → [..., out_features]."""
+        # torch multiplies a non-contiguous batch, such as the last hidden state of every sequence,
+        # as one product per sequence, each with a copy of the weight.
+        rows = input.reshape(-1, self.in_features)
+        output = linear(rows, self.weight, self.bias)
+        return output.view(*input.shape[:-1], self.out_features)
+
+
+def use_fast_linear_layers(model: nn.Module) -> None:
+    """Replaces the linear layers of a model for sampling."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent_name, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent_name), child, FastLinear(module))
+
+
+def _goes_to_onednn(left: Tensor, right: Tensor) -> bool:
+    is_float32 = left.dtype == right.dtype == torch.float32
+    return is_float32 and left.device.type == "cpu" and prefers_onednn()
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x Wᵀ + b by the operation that torch.compile calls for linear layers on a CPU."""
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return output
