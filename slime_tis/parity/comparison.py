@@ -151,7 +151,7 @@ class Comparison:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether own differences were measured, and rounding explains all of them."""
+        """Whether rounding explains every own difference; False if none was measured."""
         first = self.first
         return first is not None and first.own is not None and self.largest_fault is None
 

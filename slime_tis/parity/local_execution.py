@@ -35,7 +35,7 @@ class GivenTokens(ContinuousBatching):
         return super()._forward(first, fed)
 
     def _rows(self, slots: Sequence[Slot], fed: list[list[int]]) -> tuple[Rows, Rows]:
-        """Returns the rows of a pass that is padded on the left, and those of its logits."""
+        """Returns the rows of a left-padded pass, and the rows that get logits."""
         columns = max(map(len, fed))
         rows = []
         tokens = []

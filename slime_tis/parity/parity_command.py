@@ -195,7 +195,7 @@ def _tokenizer(checkpoint: str) -> Callable[[], Any]:
 
 
 def _check_vocabulary(samples: Samples, side: Side) -> None:
-    """Raises ValueError if a token is not in the vocabulary of another checkpoint."""
+    """Raises ValueError if the vocabulary of another checkpoint lacks a token."""
     vocab_size = vocab_size_of(side.checkpoint)
     largest = max(map(max, samples.tokens))
     if largest >= vocab_size:

@@ -122,7 +122,7 @@ def _heat_map(
 
 
 def _log_probs(comparison: Comparison) -> go.Figure:
-    """abs(Δ) of each token against its position."""
+    """abs(Δ) against the position of the token."""
     reference = comparison.reference
     other = comparison.other
     positions = []

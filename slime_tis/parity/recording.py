@@ -127,7 +127,7 @@ class Recorder:
         """The tokens whose logits the running pass computes."""
 
     def begin(self, rows: Rows, head_rows: Rows | None = None) -> None:
-        """Announces a forward pass; by default, logits are computed for all of its tokens."""
+        """Announces a forward pass. By default, all tokens of the pass get logits."""
         self.rows = rows
         self.head_rows = head_rows or rows
         self.shapes[rows.shape] = self.shapes.get(rows.shape, 0) + 1

@@ -6,6 +6,7 @@ Shapes: suffix _T one entry per token of all samples, packed in their order.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Samples:
 
     @property
     def starts(self) -> list[int]:
-        """Index of each sample's first packed token."""
+        """Index of the first packed token, per sample."""
         starts = []
         start = 0
         for tokens in self.tokens:
@@ -62,7 +63,7 @@ class Samples:
     @property
     def packed(self) -> Tensor:
         """Token ids [T]."""
-        return torch.tensor([token for tokens in self.tokens for token in tokens])
+        return torch.tensor(list(chain.from_iterable(self.tokens)))
 
 
 def random_prompts(count: int, longest: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -146,7 +147,7 @@ def _chat(messages: list[Any], where: str, tokenizer: Any) -> list[int]:
         ids: list[int] = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    # Templates raise errors of jinja2, and of Python for messages of another form.
+    # Templates raise errors of jinja2, or a TypeError for messages of another form.
     except Exception as error:
         raise ValueError(
             f"{where} does not fit the chat template: {first_line(error)}; write messages with"

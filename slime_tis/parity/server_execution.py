@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pkgutil import resolve_name
 
 import torch
@@ -35,7 +36,7 @@ def opened(side: Side) -> Iterator[Record]:
                 f"{error} Start a {config.entry.title} server of this checkpoint, or correct --url."
             ) from error
         log_probs_T = torch.full([samples.total], torch.nan)
-        log_probs_T[samples.predicted] = torch.tensor([x for row in rows for x in row])
+        log_probs_T[samples.predicted] = torch.tensor(list(chain.from_iterable(rows)))
         return Recording(
             name=side.execution,
             precision=precision,

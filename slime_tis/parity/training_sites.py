@@ -1,4 +1,4 @@
-"""Where operations are visible in the training engine's model.
+"""Modules of the training engine's model that have the results of operations.
 
 `transformers_sites` has the same for a model of transformers; both use the same names.
 """

@@ -75,14 +75,14 @@ def execution(model: Any, side: Side) -> Record:
 
 
 def one_pass(model: Any, samples: Samples, recorder: Recorder) -> None:
-    """Computes each sample alone, in one pass."""
+    """Computes one sample after the other, each in one pass."""
     for sample, tokens in enumerate(samples.tokens):
         recorder.begin(consecutive(samples, sample, 0, len(tokens)))
         model(input_ids=_ids(model, tokens), use_cache=False)
 
 
 def decode(model: Any, samples: Samples, recorder: Recorder) -> None:
-    """Computes each sample alone: its prompt in one pass, then one token after the other."""
+    """Computes one sample after the other: the prompt in one pass, then token by token."""
     for sample, tokens in enumerate(samples.tokens):
         prompt_length = samples.prompt_lengths[sample]
         ends = [prompt_length, *range(prompt_length + 1, len(tokens) + 1)]
@@ -90,7 +90,7 @@ def decode(model: Any, samples: Samples, recorder: Recorder) -> None:
 
 
 def in_chunks(model: Any, samples: Samples, recorder: Recorder, *, chunk_size: int) -> None:
-    """Computes each sample alone, `chunk_size` tokens in a pass."""
+    """Computes one sample after the other, `chunk_size` tokens in a pass."""
     for sample, tokens in enumerate(samples.tokens):
         ends = [*range(chunk_size, len(tokens), chunk_size), len(tokens)]
         _cached_passes(model, samples, recorder, sample, ends)

@@ -1,4 +1,4 @@
-"""Where operations are visible in a model of transformers.
+"""Modules of a transformers model that have the results of operations.
 
 Names are those of Llama and its relatives. Operations of other families that have no such module
 are not recorded.

@@ -122,6 +122,19 @@ def test_first_operation_is_the_fault(model_of, family, fault, place):
     assert not comparison.first.own.is_equal
 
 
+def test_a_fault_is_not_called_rounding(model_of):
+    model = model_of()
+    other_query_norm(model)
+    assert "Rounding" not in sentence(compared(model_of(), model))
+
+
+def test_nothing_is_said_about_own_differences_that_were_not_measured(model_of):
+    model = model_of()
+    other_query_norm(model)
+    comparison = compare(execute(model_of())(SAMPLES), execute(model)(SAMPLES), None, SAMPLES)
+    assert sentence(comparison).endswith("No recorded operation before it differs.")
+
+
 def test_later_operations_inherit_the_difference(model_of):
     model = model_of()
     other_attention_scale(model)

@@ -50,8 +50,8 @@ order."""
 QUERY_ROWS = 16
 """Rows to which the queries of an attention product are padded."""
 QUERIES = 64
-"""Queries of a sequence that are computed at once. Keys after the last of them are left out, which
-halves the work of causal attention."""
+"""Queries of a sequence that are computed together, over the keys up to the last query. This halves
+the work of causal attention."""
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ def silu(x: Tensor, *, vectorized: bool) -> Tensor:
     """Returns x / (1 + e^−x) in the type of x, without gradient.
 
     Rule 4: the vectorized and the scalar exp of torch's silu differ. Which element gets which
-    depends on the number of rows, unless every row is a whole number of vectors.
+    depends on the number of rows, unless vectors fill every row.
 
     Args:
         x: [..., inner size].
@@ -461,7 +461,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def row_sums(x: Tensor) -> Tensor:
-    """Returns the sum of each row of x [rows, V].
+    """Returns row sums of x [rows, V].
 
     With several threads, torch divides the sum of a single row among them, so it gets two rows.
     """

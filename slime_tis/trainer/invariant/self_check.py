@@ -35,7 +35,7 @@ CANDIDATES = {
 }
 """Tiles by type of the weights, the fastest first (docs/true_on_policy.md has times)."""
 LAST_CANDIDATES = (Tiles(64, 128), Tiles(64, 64), Tiles(128, 128))
-"""Tiles that were slower on all tested machines, but keep the rules on more of them."""
+"""Tiles that were slower on all tested machines, but keep the rules on more machines."""
 MAX_MULTIPLICATIONS = 10**9
 """Most multiplications of one product. Larger tiles save no time and make the test slow."""
 DRAWS = 3
@@ -240,7 +240,7 @@ def _sizes(tiles: Tiles, generator: torch.Generator) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Operations:
-    """Tests of the other operations; every test draws other inputs."""
+    """Tests of the other operations. Every call draws new inputs."""
 
     shapes: ModelShapes
     dtype: torch.dtype
