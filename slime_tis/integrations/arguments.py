@@ -57,20 +57,13 @@ def add_rollout_correction_arguments(parser: argparse.ArgumentParser) -> None:
         for alias in _aliases(name):
             if flag(alias) not in host_actions:
                 flags.append(flag(alias))
-        options: dict[str, Any]
-        if field.kind is bool:
-            options = {"action": argparse.BooleanOptionalAction}
-        elif field.choices:
-            options = {"type": str, "choices": field.choices}
-        else:
-            options = {"type": field.item}
         group.add_argument(
             *flags,
             dest=name,
             default=argparse.SUPPRESS,
             # argparse formats help texts with %.
             help=docs[name].replace("%", "%%"),
-            **options,
+            **_reader(field),
         )
     host_defaults = {}
     for name in [*field_types(RolloutCorrectionConfig), *CORRECTION_ALIASES]:
@@ -78,6 +71,15 @@ def add_rollout_correction_arguments(parser: argparse.ArgumentParser) -> None:
         if default is not None:
             host_defaults[name] = default
     parser.set_defaults(**{HOST_DEFAULTS: host_defaults})
+
+
+def _reader(field: FieldType) -> dict[str, Any]:
+    """The arguments by which argparse reads the values of a field."""
+    if field.kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if field.choices:
+        return {"type": str, "choices": field.choices}
+    return {"type": field.item}
 
 
 def rollout_correction_config(
@@ -141,17 +143,27 @@ def _aliases(name: str) -> list[str]:
 
 
 def _has(args: argparse.Namespace | Mapping[str, Any], name: str) -> bool:
-    return name in args if isinstance(args, Mapping) else hasattr(args, name)
+    """Whether arguments or a mapping have an option."""
+    if isinstance(args, Mapping):
+        return name in args
+    return hasattr(args, name)
 
 
 def _value(args: argparse.Namespace | Mapping[str, Any], name: str) -> Any:
-    return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+    """The value of an option; None if it is missing."""
+    if isinstance(args, Mapping):
+        return args.get(name)
+    return getattr(args, name, None)
 
 
 def _check_definition(action: argparse.Action, name: str, field: FieldType) -> None:
+    """Refuses a flag of the parser that takes another kind of value than the field."""
+    # argparse gives flags without a value, such as those of `store_true`, nargs 0.
     is_switch = action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction)
     if action.dest != name or is_switch != (field.kind is bool):
-        kind = "a switch" if is_switch else "an option with a value"
+        kind = "an option with a value"
+        if is_switch:
+            kind = "a switch"
         raise ValueError(
             f"{flag(name)} of the parser is {kind} for {action.dest!r}, but slime_tis needs"
             f" {name!r}, {field}; rename the parser's flag."

@@ -115,6 +115,7 @@ def corrected(
 
 
 def _refuse_global_options(config: RolloutCorrectionConfig) -> None:
+    """Refuses options that need more than one micro-batch."""
     refused = [*config.batch_options]
     if config.tis_batch_normalize:
         refused.append("tis_batch_normalize=True")
@@ -155,6 +156,7 @@ def skyrl(loss: Loss, correction: RolloutCorrectionConfig, loss_type: str = "reg
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
+        # A copy: the trainer's own options keep their policy_loss_type.
         options = copy.copy(config)
         options.policy_loss_type = loss_type
         for name, value in vars(options.off_policy_correction).items():
@@ -291,9 +293,11 @@ class NemoLoss:
             "generation_logprobs": batch.rollout,
             "advantages": batch.advantages,
         }
+        # A shallow copy: the caller's batch keeps its columns.
         data = copy.copy(data)
         for name, values in columns.items():
             if values is not None:
+                # The first column comes back, because the wrapped loss removes it as well.
                 data[name] = torch.cat([data[name][:, :1], values], 1)
         loss, metrics = self.loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         accepted = batch.correction.mask
@@ -328,6 +332,7 @@ def areal(
         _refuse_second("AReaL's rejection_sampling", options.get("rejection_sampling"))
         starts = input_data.get("cu_seqlens")
         lengths = None
+        # Padded tensors [B, T] need no lengths.
         if logprobs.ndim == 1 and starts is not None:
             lengths = starts.diff().tolist()
         batch = corrected(
@@ -368,6 +373,7 @@ def prime_rl(loss: Loss, correction: RolloutCorrectionConfig) -> Loss:
             rollout=inputs.inference_logprobs,
             advantages=inputs.advantages,
             mask=inputs.loss_mask,
+            # prime-rl calls the loss with one sample at a time.
             lengths=[len(inputs.loss_mask)],
         )
         inputs = replace(inputs, inference_logprobs=batch.rollout, advantages=batch.advantages)
@@ -435,6 +441,7 @@ def ms_swift(correction: RolloutCorrectionConfig, *, on_alarm: OnAlarm = "warn")
         ):
             return None, None
         batch = _with_weights(correction, old, rollout, mask)
+        # Statistics of an evaluation would mix with those of the step.
         if trainer.model.training:
             ranks = Ranks()
             if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -447,7 +454,9 @@ def ms_swift(correction: RolloutCorrectionConfig, *, on_alarm: OnAlarm = "warn")
                 prints=trainer.accelerator.is_main_process,
             )
             for name, value in metrics.items():
-                full_name = name if name.startswith("health/") else PREFIX + name
+                full_name = PREFIX + name
+                if name.startswith("health/"):
+                    full_name = name
                 trainer._metrics["train"][full_name].append(value)
         log_ratio = torch.where(batch.correction.mask, old - rollout, 0.0)
         return log_ratio, batch.advantages
@@ -515,10 +524,14 @@ def _with_weights(
 
 
 def _mask_or_ones(mask: Tensor | None, log_probs: Tensor) -> Tensor:
-    return torch.ones_like(log_probs) if mask is None else mask
+    """The mask; without one, all tokens are trained."""
+    if mask is None:
+        return torch.ones_like(log_probs)
+    return mask
 
 
 def _refuse_advantages(correction: RolloutCorrectionConfig) -> None:
+    """Refuses options that change more than the weights of a loss."""
     if correction.needs_advantages or correction.use_rollout_logprobs:
         raise ValueError(
             "this framework only takes weights; drop the options that need advantages, and"
@@ -527,5 +540,6 @@ def _refuse_advantages(correction: RolloutCorrectionConfig) -> None:
 
 
 def _refuse_second(name: str, is_on: object) -> None:
+    """Refuses a correction of the framework itself."""
     if is_on:
         raise ValueError(f"{name} would correct a second time; switch it off.")

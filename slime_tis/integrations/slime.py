@@ -77,7 +77,9 @@ def refuse_unread(args: Namespace, function: str, read: Collection[str]) -> None
     for field in fields(RolloutCorrectionConfig):
         value = getattr(args, field.name, field.default)
         if value != field.default and field.name not in allowed:
-            shown = "on" if value is True else value
+            shown = value
+            if value is True:
+                shown = "on"
             raise ValueError(
                 f"{flag(field.name)} is {shown}, and {function} does not follow it; remove it, or"
                 " omit --custom-tis-function-path: the built-in correction follows every option."
@@ -129,6 +131,7 @@ def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
         if context is not None:
             return ContextParallel(context.rank, context.size, context.group)
         return ContextParallel(state.cp_rank, state.cp_size, state.cp_group)
+    # Without an import of Megatron in this process there is no group of it.
     megatron = sys.modules.get("megatron.core.parallel_state")
     if megatron is None or not megatron.model_parallel_is_initialized():
         return ContextParallel()

@@ -111,9 +111,11 @@ class Finder(MetaPathFinder, Loader):
         """Returns the spec of a module or package of `MODULES`; None for every other name."""
         if fullname not in MODULES and fullname not in _PACKAGES:
             return None
+        # Not importlib.util.find_spec, which would ask this finder again.
         installed = PathFinder.find_spec(fullname, path)
         if fullname not in MODULES and installed is not None:
             return installed
+        # A package even if it has no submodules here: an installed slime may have some.
         spec = ModuleSpec(fullname, self, is_package=True)
         if installed is not None and installed.submodule_search_locations is not None:
             spec.submodule_search_locations = list(installed.submodule_search_locations)

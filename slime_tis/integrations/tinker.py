@@ -55,6 +55,7 @@ def corrected_loss(
         log_all_metrics: Whether all metrics are returned instead of `DEFAULT_METRICS`.
     """
     health = LiveHealth(config, TINKER, on_alarm=on_alarm)
+    # tinker does not tell the loss the number of the step.
     calls = itertools.count()
 
     def loss(data: Sequence[Any], log_probs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -144,6 +145,11 @@ class Columns(NamedTuple):
 
 
 def _columns(datum: Any) -> Columns:
+    """The tensors of a datum.
+
+    Raises:
+        ValueError: A key is missing, or there is more than one age.
+    """
     inputs = datum.loss_fn_inputs
     missing = [name for name in ("logprobs", "advantages") if name not in inputs]
     if missing:

@@ -117,7 +117,9 @@ class RolloutCorrectionMixin:
         if rollout_correction is None:
             rollout_correction = RolloutCorrectionConfig(get_mismatch_metrics=True)
         self.rollout_correction = rollout_correction
-        self._dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._dump_dir = None
+        if dump_dir is not None:
+            self._dump_dir = Path(dump_dir)
         self._log_all_metrics = log_all_metrics
         self._rollout_precision = rollout_precision
         self._rewards: Tensor | None = None
@@ -160,7 +162,9 @@ class RolloutCorrectionMixin:
                 "TRL has no rollout log-probs; use vLLM (use_vllm=True), or a rollout_func"
                 " that returns 'logprobs'."
             )
-        mode = "train" if self.model.training else "eval"
+        mode = "eval"
+        if self.model.training:
+            mode = "train"
         old_BT, entropy_BT = self._old_policy(batch)
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
         ranks = Ranks()
@@ -260,6 +264,7 @@ class RolloutCorrectionMixin:
         old_BT: Tensor,
         rollout_BT: Tensor,
     ) -> None:
+        """Writes weighted advantages into the batch, π_old in bypass mode, and the divisor."""
         config = self.rollout_correction
         if config.use_rollout_logprobs:
             # Bypass: π_old is the rollout policy, bounded because TRL takes exp of the log-ratio.
@@ -276,6 +281,7 @@ class RolloutCorrectionMixin:
             batch["num_items_in_batch"] = self.accelerator.gather(accepted_BT.sum()).sum()
 
     def _report(self, metrics: dict[str, float], mode: str) -> None:
+        """Adds metrics to TRL's log, with the alarms of a training batch."""
         for name, value in logged(metrics, all_metrics=self._log_all_metrics).items():
             self._metrics[mode][PREFIX + name].append(value)
         if mode != "train":
@@ -308,6 +314,8 @@ class RolloutCorrectionMixin:
         values: dict[str, Tensor | None],
         version_BT: Tensor | None,
     ) -> None:
+        """Writes the file of a generation batch."""
+        # Here, because a run without dumps needs no pyarrow.
         from slime_tis.analysis.dumps.files import write
 
         assert self._dump_dir is not None
@@ -319,6 +327,16 @@ class RolloutCorrectionMixin:
         name = f"step_{step:07d}_{self._batches:07d}_rank_{rank}.parquet"
         write(self._dump_dir / name, self._table(batch, correction, values, version_BT))
 
+    def _weighted_rewards(self, first: int, size: int) -> list[float | None]:
+        """The weighted sums of the reward functions for this process's samples."""
+        if self._rewards is None:
+            return [None] * size
+        weights = self.reward_weights.to(self._rewards.device)
+        # As in TRL, a function that does not judge a sample gives NaN, which counts as 0.
+        totals = (self._rewards * weights).nansum(1)
+        rewards: list[float | None] = totals[first : first + size].tolist()
+        return rewards
+
     def _table(
         self,
         batch: dict[str, Any],
@@ -326,20 +344,19 @@ class RolloutCorrectionMixin:
         values: dict[str, Tensor | None],
         version_BT: Tensor | None,
     ) -> "TokenTable":
+        """The tokens of a generation batch as a dump, with the weights and verdicts of the loss."""
         from slime_tis.analysis.dumps.table import SampleParts, TokenTable
         from slime_tis.analysis.dumps.what_if import annotated
 
         size = len(batch["completion_ids"])
         # TRL splits a generation batch evenly, in the order of the processes.
         first = self.accelerator.process_index * size
-        rewards: list[float | None] = [None] * size
-        if self._rewards is not None:
-            totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)
-            rewards = totals[first : first + size].tolist()
+        rewards = self._weighted_rewards(first, size)
         columns = {**values, "rollout": batch["sampling_per_token_logps"]}
         rows = {name: x.float().cpu().numpy() for name, x in columns.items() if x is not None}
         lengths = batch["completion_mask"].sum(1).tolist()
-        versions = None if version_BT is None else version_BT.cpu().numpy()
+        if version_BT is not None:
+            rows["version"] = version_BT.cpu().numpy()
         # A processor of images and text contains the tokenizer.
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         samples = []
@@ -347,15 +364,21 @@ class RolloutCorrectionMixin:
         for i, length in enumerate(lengths):
             prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].cpu()
             completion = batch["completion_ids"][i, :length]
+            entropy = None
+            if "entropy" in rows:
+                entropy = rows["entropy"][i, :length]
+            weight_version = None
+            if version_BT is not None:
+                weight_version = rows["version"][i, :length]
             sample = SampleParts(
                 train_log_prob=rows["train"][i, :length],
                 rollout_log_prob=rows["rollout"][i, :length],
                 loss_mask=rows["mask"][i, :length],
                 token=completion.cpu().numpy(),
-                entropy=rows["entropy"][i, :length] if "entropy" in rows else None,
+                entropy=entropy,
                 bounded_weight=correction.weights[i, :length].cpu().numpy(),
                 advantage=[float(batch["advantages"][i])] * length,
-                weight_version=None if versions is None else versions[i, :length],
+                weight_version=weight_version,
                 prompt=prompt.numpy(),
                 step=self.state.global_step,
                 sample_index=first + i,
@@ -367,10 +390,13 @@ class RolloutCorrectionMixin:
             samples.append(sample)
             accepted.append(correction.mask[i, :length])
         config = self.rollout_correction
+        old_policy = "recomputed"
+        if config.use_rollout_logprobs:
+            old_policy = "rollout"
         metadata = {
             "source": "trl",
             "precision": PRECISIONS.get(self.model.dtype, str(self.model.dtype)),
-            "old_policy": "rollout" if config.use_rollout_logprobs else "recomputed",
+            "old_policy": old_policy,
             "temperature": self.temperature,
         }
         if self._rollout_precision is not None:
@@ -380,7 +406,7 @@ class RolloutCorrectionMixin:
         return annotated(table, config, accepted=accepted_N, global_batch=correction.global_batch)
 
 
-# GRPOTrainer is Any without TRL
+# For the type checker, GRPOTrainer is Any without TRL.
 class CorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with rollout correction; see `RolloutCorrectionMixin`."""
 

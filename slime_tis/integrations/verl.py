@@ -181,10 +181,13 @@ def compute_offpolicy_metrics(
 
     Without rollout log-probs there are only the training policy's perplexities.
     """
-    reference = old_log_prob if rollout_log_prob is None else rollout_log_prob
+    reference = rollout_log_prob
+    prefix = "mismatch_"
+    if reference is None:
+        reference = old_log_prob
+        prefix = "mismatch_training_"
     _check(old_log_prob, reference, response_mask)
     correction = correct(MISMATCH, old_log_prob, reference, response_mask)
-    prefix = "mismatch_training_" if rollout_log_prob is None else "mismatch_"
     return {
         name.removeprefix("mismatch_"): value
         for name, value in correction.statistics.metrics().items()
@@ -261,6 +264,7 @@ def _open(config: object) -> AbstractContextManager[object]:
 def _reject(
     config: Config, log_ratio: Tensor, response_mask: Tensor, inverted: bool
 ) -> tuple[Tensor, dict[str, float]]:
+    """The mask without rejected tokens, and metrics; `inverted` as verl's bounds of k1."""
     criteria = parse_criteria(config.rollout_rs, config.rollout_rs_threshold)
     thresholds = config.rollout_rs_threshold
     if inverted and criteria:
@@ -301,6 +305,7 @@ def _inverted_threshold(criterion: Criterion) -> str:
 
 
 def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
+    """Refuses a batch without a valid token, or with different shapes, in verl's words."""
     if not response_mask.any():
         raise ValueError("response_mask must contain at least one valid token (1).")
     others = {"rollout_log_prob": rollout_log_prob, "response_mask": response_mask}
@@ -326,7 +331,9 @@ def weight_metrics(
     """rollout_is_* metrics of the bounded weights, before batch normalisation."""
     valid, delta = _clean(log_ratio_BT, response_mask_BT)
     lower, upper = config.is_bounds
-    log_weight = delta if config.tis_level == "token" else delta.sum(-1, keepdim=True)
+    log_weight = delta
+    if config.tis_level != "token":
+        log_weight = delta.sum(-1, keepdim=True)
     raw = safe_exp(log_weight).expand_as(delta)
     bounded = config.mode.bound(raw, lower, upper)
     metrics = compute_is_metrics(bounded, raw, log_weight, valid, config.tis_level, upper, lower)
@@ -378,6 +385,9 @@ def compute_is_metrics(
         low = log_ratios < log_lower
         extremes = log_ratios.clamp(max=LOG_RATIO_BOUND).exp()
     mean, mean_square, deviation = _deviation(bounded[valid].clamp(0.0, upper))
+    sample_size = 0.0
+    if mean_square:
+        sample_size = mean * mean / mean_square
     return {
         "rollout_is_mean": _mean(bounded[valid]),
         "rollout_is_ratio_fraction_high": _mean(high),
@@ -385,7 +395,7 @@ def compute_is_metrics(
         "rollout_is_max": _highest(extremes),
         "rollout_is_min": -_highest(-extremes),
         "rollout_is_std": deviation,
-        "rollout_is_eff_sample_size": mean * mean / mean_square if mean_square else 0.0,
+        "rollout_is_eff_sample_size": sample_size,
         **_row_metrics("rollout_is_", per_row),
         "rollout_is_seq_max_deviation": _highest((per_row - 1).abs()),
         "rollout_is_seq_fraction_high": _mean(raw_per_row > upper),
@@ -399,15 +409,20 @@ def criterion_metrics(
     """rollout_rs_<criterion>_* metrics of the criterion's statistic; `inverted` negates Δ of k1."""
     valid, delta = _clean(log_ratio_BT, response_mask_BT)
     bounded = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    k1 = bounded
+    if inverted:
+        k1 = -bounded
     divergences = {
-        "k1": -bounded if inverted else bounded,
+        "k1": k1,
         "k2": bounded.square() / 2,
         "k3": bounded.expm1() - bounded,
         "error": bounded.abs().exp(),
     }
     statistic = torch.where(valid, divergences[criterion.divergence], 0.0)
+    level = "token"
     per_row = None
     if not criterion.per_token:
+        level = "sequence"
         # The padding lets amax work on rows of no columns; k2 and k3 are never negative.
         maxima = torch.nn.functional.pad(statistic, (0, 1)).amax(-1)
         rows = {"mean": _row_means(statistic, valid), "sum": statistic.sum(-1), "max": maxima}
@@ -423,7 +438,7 @@ def criterion_metrics(
         statistic,
         valid,
         valid.any(-1),
-        level="token" if criterion.per_token else "sequence",
+        level=level,
         per_sequence_values=per_row,
         rollout_rs_threshold=upper,
         rollout_rs_threshold_lower=lower,
@@ -495,11 +510,16 @@ def _clean(log_ratio_BT: Tensor, response_mask_BT: Tensor) -> tuple[Tensor, Tens
 
 
 def _row_means(values_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    return torch.where(valid_BT, values_BT, 0.0).sum(-1) / valid_BT.sum(-1).clamp_min(1)
+    """The means over the valid tokens of each row, 0 without one, [B]."""
+    totals = torch.where(valid_BT, values_BT, 0.0).sum(-1)
+    return totals / valid_BT.sum(-1).clamp_min(1)
 
 
 def _mean(values: Tensor) -> float:
-    return values.double().mean().item() if values.numel() else 0.0
+    """The mean; 0 without values, where torch gives NaN."""
+    if not values.numel():
+        return 0.0
+    return values.double().mean().item()
 
 
 def _deviation(clamped: Tensor) -> tuple[float, float, float]:
@@ -511,14 +531,21 @@ def _deviation(clamped: Tensor) -> tuple[float, float, float]:
 
 
 def _highest(values: Tensor) -> float:
-    return values.max().item() if values.numel() else 0.0
+    """The maximum; 0 without values, of which torch takes none."""
+    if not values.numel():
+        return 0.0
+    return values.max().item()
 
 
 def _row_metrics(prefix: str, rows_B: Tensor) -> dict[str, float]:
     """Mean, deviation and extremes of one value per row."""
+    deviation = 0.0
+    # The unbiased deviation, as in verl, needs two values.
+    if rows_B.numel() > 1:
+        deviation = rows_B.std().item()
     return {
         f"{prefix}seq_mean": _mean(rows_B),
-        f"{prefix}seq_std": rows_B.std().item() if rows_B.numel() > 1 else 0.0,
+        f"{prefix}seq_std": deviation,
         f"{prefix}seq_max": _highest(rows_B),
         f"{prefix}seq_min": -_highest(-rows_B),
     }

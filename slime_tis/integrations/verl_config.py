@@ -205,7 +205,9 @@ def translate_actor(
         )
     options = {name: (value, LOSS_MODE) for name, value in LOSS_MODES.get(str(mode), {}).items()}
     is_dppo = "divergence_mask" in options
-    names = {**ACTOR_NAMES, **DPPO_NAMES} if is_dppo else ACTOR_NAMES
+    names = ACTOR_NAMES
+    if is_dppo:
+        names = {**ACTOR_NAMES, **DPPO_NAMES}
     for key, value in values.items():
         if value is None or key == LOSS_MODE or _is_ignored(key, str(mode or "vanilla")):
             continue
@@ -218,7 +220,9 @@ def translate_actor(
                 continue
             raise ValueError(f"{label(key)} contradicts {label(other_key)}; remove one of the two.")
         options[name] = (value, key)
-    has_one_side = options.get("eps_clip", (None, ""))[1] == "clip_ratio_low" and not is_dppo
+    _, key_of_clip = options.get("eps_clip", (None, ""))
+    has_one_side = key_of_clip == "clip_ratio_low" and not is_dppo
+    # Without clip_ratio, the upper clip is verl's default, not the lower one as here.
     if has_one_side and values.get("clip_ratio") is None:
         options.setdefault("eps_clip_high", (CLIP_RATIO_HIGH, "clip_ratio_low"))
     return options
@@ -240,6 +244,7 @@ def _actor_value(
 
 
 def _clip_ratio(label: str, value: str | float) -> float:
+    """Returns a clip ratio as a number; raises ValueError for another text."""
     try:
         return float(value)
     except ValueError:
@@ -355,7 +360,7 @@ def _preset(
 
     build.__name__ = name
     build.__doc__ = f"verl's preset {name}."
-    # help() and IDEs show the signature
+    # help() and IDEs show this signature instead of *args and **kwargs.
     build.__signature__ = signature  # type: ignore[attr-defined]
     return classmethod(build)
 
@@ -488,6 +493,7 @@ def config_fields(verl_options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(name: str, text: str) -> float:
+    """The number of a bound; raises ValueError for another text."""
     try:
         # Python reads 0.5_2 as 0.52.
         if "_" not in text:

@@ -42,6 +42,7 @@ Options = Any
 
 
 def _clip_range(config: Options) -> dict[str, float]:
+    """verl's clip ratios as arguments of a loss."""
     low = getattr(config, "clip_ratio_low", None)
     if low is None:
         low = config.clip_ratio
@@ -54,6 +55,7 @@ def _clip_range(config: Options) -> dict[str, float]:
 def _ppo(
     log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, config: Options
 ) -> LossAndMask:
+    """`losses.ppo_clip` with verl's options."""
     clip_range = _clip_range(config)
     return losses.ppo_clip(log_prob, old, advantage, **clip_range, dual_clip=config.clip_ratio_c)
 
@@ -61,12 +63,14 @@ def _ppo(
 def _cispo(
     log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, config: Options
 ) -> LossAndMask:
+    """`losses.cispo` with verl's options."""
     return losses.cispo(log_prob, old, advantage, **_clip_range(config))
 
 
 def _vespo(
     log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, config: Options
 ) -> LossAndMask:
+    """`losses.vespo` on a padded batch, whose rows are the sequences."""
     log_ratio = torch.where(mask, (log_prob - old).detach(), 0.0).sum(1, keepdim=True)
     loss = losses.vespo(log_prob, log_ratio.expand_as(old), advantage)
     return loss, torch.zeros_like(old)

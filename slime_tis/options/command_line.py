@@ -122,6 +122,7 @@ class _HelpFormatter(argparse.HelpFormatter):
     """Shows the value of an option once, after its names; argparse repeats it after each name."""
 
     def __init__(self, prog: str) -> None:
+        # argparse's 24 columns would put most helps on a line of their own.
         super().__init__(prog, max_help_position=34)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -304,6 +305,7 @@ def naming_sources(given: Mapping[str, Given]) -> Iterator[None]:
         flags = re.findall(r"--[\w-]+", str(error))
         labels = []
         for name, entry in given.items():
+            # The label is `--lr`, or `lr in run.yaml`: its first word is what the user wrote.
             label_name = entry.label.split()[0].lstrip("-").replace("-", "_")
             if flag(name) in flags and label_name != name:
                 labels.append(f"{flag(name)} is {entry.label}")
@@ -357,6 +359,7 @@ def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
     chosen = {}
     for name, value in preset_values(preset, explicit_values).items():
         label = f"{name} of the preset {preset}"
+        # As text, like the words of every other source.
         chosen[name] = read_given(label, line.options[name], str(value), Source.PRESET)
     return {**chosen, **given}
 
@@ -410,9 +413,13 @@ def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
 
 def _without_effect(entry: Given, unmet: Sequence[Need]) -> str:
     """Returns the message about an option without effect."""
-    value = "set" if entry.value is True else quoted(entry.value)
+    value = quoted(entry.value)
+    if entry.value is True:
+        value = "set"
     suggestions = [need for need in unmet if need.suggested]
-    addition = "it" if len(suggestions) == 1 else "one of them"
+    addition = "one of them"
+    if len(suggestions) == 1:
+        addition = "it"
     return (
         f"{entry.label} is {value} but has no effect without {_alternatives(unmet)}; "
         f"add {addition} or remove {entry.label.split()[0]}."
@@ -444,7 +451,7 @@ def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list
 def needs_of(line: CommandLine, name: str) -> list[Need]:
     """Returns the flags of this command line that give an option an effect."""
     option = line.options.get(name)
-    # An option of a user function.
+    # Options of user functions have no declaration, and so no needs.
     if option is None:
         return []
     needs = []

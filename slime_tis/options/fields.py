@@ -152,6 +152,7 @@ REJECTS = (
 @functools.cache
 def field_types(config: type) -> dict[str, FieldType]:
     """Returns the types and limits of a dataclass's fields, by name."""
+    # Without `include_extras`, Annotated would lose its limits.
     hints = get_type_hints(config, include_extras=True)
     return {field.name: _field_type(hints[field.name]) for field in dataclasses.fields(config)}
 
@@ -190,8 +191,11 @@ def check_fields(config: object, *, prefix: str = "") -> None:
         items = (value,)
         if field.is_list:
             items = value
+        label = name
+        if prefix:
+            label = f"{prefix}_{name}"
         for item in items:
-            _check_item(f"{prefix}_{name}" if prefix else name, field, item)
+            _check_item(label, field, item)
 
 
 def flag(name: str) -> str:
@@ -253,7 +257,7 @@ def _is_finite(value: float) -> bool:
     """Whether a float can represent the number, and it is neither infinite nor NaN."""
     try:
         return math.isfinite(value)
-    # An integer of hundreds of digits.
+    # `isfinite` converts to a float, which an integer of hundreds of digits does not fit.
     except OverflowError:
         return False
 

@@ -67,7 +67,7 @@ def with_replaced_flags(words: Sequence[str], others: Sequence[str]) -> tuple[st
         has_short_flag = any(SHORT_FLAG.match(word) for word in one.following)
         if one.name in replaced and not has_short_flag:
             continue
-        # The first item has none.
+        # The words before the first flag are an item without a flag.
         if one.word:
             kept.append(one.word)
         kept += one.following

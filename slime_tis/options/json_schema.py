@@ -68,7 +68,10 @@ def yaml_schema(line: CommandLine) -> Schema:
 
 def _property(line: CommandLine, option: Option) -> Schema:
     """Returns the schema of an option's value."""
-    values = _field(option.type, text="verbatim" if option.verbatim else "text")
+    text = "text"
+    if option.verbatim:
+        text = "verbatim"
+    values = _field(option.type, text)
     if option.name == "rollout_correction_preset":
         values = [{"enum": [*PRESETS]}]
     schema: Schema = {"description": _description(line, option), "anyOf": values}
@@ -121,14 +124,17 @@ def _item(field: FieldType) -> list[Schema]:
 
 
 def _switch(limits: Limits | None) -> list[Schema]:
+    """Returns the alternatives of a bool, which has no limits."""
     return [_defined("switch")]
 
 
 def _integer(limits: Limits | None) -> list[Schema]:
+    """Returns the alternatives of an int."""
     return _number("integer", limits)
 
 
 def _float(limits: Limits | None) -> list[Schema]:
+    """Returns the alternatives of a float."""
     return _number("number", limits)
 
 
@@ -154,6 +160,7 @@ def _number(kind: str, limits: Limits | None) -> list[Schema]:
 
 
 def _text(limits: Limits | None) -> list[Schema]:
+    """Returns the alternatives of a str, which has no limits."""
     return [_defined("text")]
 
 

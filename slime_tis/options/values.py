@@ -120,15 +120,7 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
         if option.default is MISSING:
             raise ValueError(f"{label} is unset but must be {option.type}.")
         return Given(value=option.default, label=label, source=source, unset=True)
-    texts = value
-    if isinstance(value, str):
-        texts = [value]
-    has_blank = False
-    for text in texts:
-        if isinstance(text, str):
-            content = text if option.verbatim else text.strip()
-            has_blank = has_blank or not content
-    if not texts or has_blank:
+    if _has_blank(value, verbatim=option.verbatim):
         raise ValueError(f"{label} is empty but must be {option.type}; write none to unset it.")
     try:
         read_value = _read_value(option.type, value, verbatim=option.verbatim)
@@ -141,6 +133,25 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
         if isinstance(value, str) and value in option.advice:
             hint = f"; {option.advice[value]}"
         raise ValueError(f"{label} is {quoted(value)} but must be {option.type}{hint}.") from None
+
+
+def _has_blank(value: Any, *, verbatim: bool) -> bool:
+    """Whether a value is empty, or one of its texts is; blanks alone are empty unless verbatim."""
+    texts = value
+    if isinstance(value, str):
+        texts = [value]
+    if not texts:
+        return True
+    for text in texts:
+        # Other types than text are refused later, with the type in the message.
+        if not isinstance(text, str):
+            continue
+        content = text
+        if not verbatim:
+            content = text.strip()
+        if not content:
+            return True
+    return False
 
 
 def is_unset(value: Any) -> bool:
@@ -181,6 +192,7 @@ def similar(word: str, names: Iterable[str]) -> str | None:
         return matches[0]
     # argparse accepts a prefix of a flag; here it is only a suggestion.
     for name in names:
+        # Shorter words begin too many names.
         if len(word) > 5 and name.startswith(word):
             return name
     return None
@@ -218,6 +230,7 @@ def _read_item(kind: FieldType, text: Any, *, verbatim: bool) -> Any:
 
 
 def _read_int(text: str) -> int:
+    """Returns a whole number in decimal digits; raises ValueError for another text."""
     # int() also accepts underscores and digits of other scripts.
     if len(text) > MAX_NUMBER or not re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):
         raise ValueError(text)
@@ -225,6 +238,7 @@ def _read_int(text: str) -> int:
 
 
 def _read_float(text: str) -> float:
+    """Returns a number or infinity; raises ValueError for NaN, an overflow or another text."""
     # float() also accepts underscores and digits of other scripts.
     if len(text) > MAX_NUMBER or "_" in text or not text.isascii():
         raise ValueError(text)
@@ -237,6 +251,7 @@ def _read_float(text: str) -> float:
 
 
 def _read_text(text: str, refused: tuple[str, ...] = ("Cc", "Cs")) -> str:
+    """Returns a text; refuses long ones, and characters of the refused Unicode categories."""
     if len(text) > MAX_TEXT:
         raise _UnfitText(f"may have {MAX_TEXT} characters at most")
     # Cc: control characters. Cs: surrogates, by which Python passes on bytes that are not UTF-8.

@@ -103,7 +103,7 @@ def _user_option(label: str, key: str, path: Path | None, names: Sequence[str]) 
         ValueError: The key is a misspelled option of this program, or JSON cannot hold the value.
     """
     match = similar(key, names)
-    # Overrides set options of verl's blocks only.
+    # Without a file there are only overrides, whose options this program knows.
     assert path is not None
     text = path.read_text(encoding="utf-8")
     # Safe, because the loader makes only YAML's types, and _read_document has checked the file.
@@ -143,6 +143,7 @@ def read_document(path: Path, flag: str = "--custom-config-path") -> dict[str, A
         if root is not None:
             document = _plain(root, _shown(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
+        # PyYAML calls a text <unicode string>, and puts positions on lines of their own.
         reason = " ".join(str(error).replace("<unicode string>", "the file").split())
         raise ValueError(f"{label} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
     # The file is empty, or has only a null.
@@ -292,7 +293,7 @@ def _correction(block: Mapping[str, Given]) -> dict[str, Given]:
             values[key] = entry.value
     try:
         options = translate(values, lambda key: block[key].label)
-    # A list in place of a number.
+    # A bound is a list or a mapping in place of a number.
     except TypeError as error:
         raise ValueError(str(error)) from None
     correction = {}

@@ -82,7 +82,9 @@ def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
     paths = []
     if rollout.prompt_data is not None:
         paths.append(("--prompt-data", rollout.prompt_data))
-    source = "--eval-prompt-data" if rollout.eval_config is None else "--eval-config"
+    source = "--eval-prompt-data"
+    if rollout.eval_config is not None:
+        source = "--eval-config"
     for _, path in rollout.eval_prompt_sets:
         paths.append((source, path))
     return [(flag, split_row_slice(path)[0]) for flag, path in paths]
@@ -292,12 +294,14 @@ def _check_lengths(rollout: RolloutConfig, context: Any, vocabulary: Any) -> Non
         lengths.append((f"{where}: max_response_len", held_out.max_response_len, context, of_model))
         stop_ids.append((f"{where}: stop_token_ids", held_out.stop_token_ids))
     for flag, length, most, holder in lengths:
+        # A length of all tokens would leave none for the prompt, or for the response.
         if isinstance(most, int) and (length or 0) >= most:
             raise ValueError(
                 f"{flag} is {length} but {holder}, of prompt and response, is {most} tokens;"
                 " lower it."
             )
     for flag, ids in stop_ids:
+        # Without stop ids, 0 is within every vocabulary.
         stop_id = max(ids or (0,))
         if isinstance(vocabulary, int) and stop_id >= vocabulary:
             raise ValueError(
@@ -389,11 +393,13 @@ def held_outputs(
         reporting: Has the run directory and the port.
         main: Whether to do this; one process does it for all ranks.
     """
+    # Resolved, because runs may name one directory by different paths.
     locks = {Path(reporting.output_dir).resolve() / LOCK: "--output-dir"}
     if megatron.save is not None:
         locks[Path(megatron.save).resolve() / LOCK] = "--save"
     for directory in export_directories(megatron):
         export = Path(directory).resolve()
+        # Beside the directory, because an export replaces all of it.
         locks[export.with_name(f".{export.name}{LOCK}")] = "--save-hf"
     if not main:
         yield
@@ -407,6 +413,7 @@ def held_outputs(
 
 def export_directories(megatron: MegatronConfig) -> list[str]:
     """Returns the directories of the model and of LoRA adapters that the run writes at its end."""
+    # Both may be the same directory, which is locked once.
     directories = [megatron.save_hf, megatron.adapter_export]
     return [directory for directory in dict.fromkeys(directories) if directory is not None]
 

@@ -157,7 +157,9 @@ def _check_token_baseline(arguments: Arguments) -> None:
 def _check_token_rewards(arguments: Arguments) -> None:
     """Refuses options that need one advantage per sample, with a KL or a discount per token."""
     policy = arguments.policy
-    reason = "--kl-coef" if policy.kl_coef > 0 else "--gamma"
+    reason = "--gamma"
+    if policy.kl_coef > 0:
+        reason = "--kl-coef"
     conflicts = {
         "--use-opsm": policy.use_opsm,
         "--reject-before-advantage": policy.reject_before_advantage,
@@ -247,7 +249,7 @@ def _check_routing_record(arguments: Arguments) -> None:
     """Refuses --use-routing-replay without a pass to record, or if it disturbs a measurement."""
     steps = arguments.loop.num_steps_per_rollout
     rollout = arguments.rollout
-    # Derived by train_arguments.
+    # train_arguments has derived it from the batch sizes.
     assert steps is not None
     if not arguments.megatron.use_routing_replay:
         return
@@ -309,6 +311,7 @@ def check_dump(arguments: Arguments) -> None:
 def warnings_of(arguments: Arguments) -> Iterator[str]:
     """Yields warnings about options that are accepted but probably not intended."""
     correction = arguments.correction
+    # Rejection without own bounds takes those of the weights.
     reads_lower_bound = correction.mode.has_lower_bound or (
         correction.use_rs and correction.rs_upper_bound is None
     )

@@ -616,6 +616,7 @@ def _is_same(values: tuple[str, ...], expected: Any) -> bool:
     """Whether there is one value, and it is the same number or the same word."""
     text = " ".join(values)
     try:
+        # Scripts write 1000000 for config.json's 1000000.0, or 1e-06 for 1e-6.
         return math.isclose(float(text), float(expected), rel_tol=1e-9)
     except (TypeError, ValueError, OverflowError):
         return text.lower() == str(expected).lower()

@@ -272,7 +272,7 @@ def _as_flag(name: str, value: Any) -> str:
         if word.isprintable():
             words.append(shlex.quote(word))
         else:
-            # Bash's quotes for a newline, which stays on one line of the log.
+            # Bash's $'…' keeps a newline on one line of the log.
             escaped = word.encode("unicode_escape").decode().replace("'", "\\'")
             words.append(f"$'{escaped}'")
     return " ".join([flag(name), *words])
