@@ -56,6 +56,32 @@ def tensor_name(layer: str, matrix: str) -> str:
     return f"base_model.model.{layer}.lora_{matrix}.weight"
 
 
+def is_adapter(directory: str | Path) -> bool:
+    """Returns whether a directory has an adapter of PEFT."""
+    return (Path(directory) / CONFIG).is_file()
+
+
+def base_model(directory: str | Path) -> str:
+    """Returns the directory of the model without the adapter, which the adapter names.
+
+    Raises:
+        ValueError: The adapter names none, or one that is not on this machine.
+    """
+    path = Path(directory) / CONFIG
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{quoted_path(path)} names no base_model_name_or_path: {first_line(error)}."
+        ) from None
+    if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
+        raise ValueError(
+            f"{quoted_path(path)} has base_model_name_or_path {quoted(base)}, which is no model"
+            " directory on this machine; write its path there."
+        )
+    return base
+
+
 def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
     """Returns the settings of an adapter.
 

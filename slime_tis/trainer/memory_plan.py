@@ -94,6 +94,8 @@ class Stage:
     weights: int
     gradients: int
     optimizer: int
+    saved_weights: int
+    """The weights that a checkpoint has: with LoRA only the adapters."""
     temporary: int
     """Gradient of the largest trained weight, before it is added to its buffer; 0 if the stage has
     nothing to train, which is refused."""
@@ -195,8 +197,12 @@ class Census:
             optimizer += optimizer_bytes * weight.size * weight.copies // sharing_ranks
         activations = bytes_per_token(transformer, 0, config.log_probs_chunk_size)
         parameters = sum(weight.size * weight.copies for weight in shard)
+        saved = parameters
+        if config.trains_adapters:
+            saved = sum(weight.size * weight.copies for weight in trained)
         return Stage(
             parameters=parameters,
+            saved_weights=itemsize * saved,
             weights=itemsize * parameters,
             # megatron-core adds up gradients in float32, whatever the precision.
             gradients=4 * sum(weight.size * weight.copies for weight in trained),
@@ -347,9 +353,13 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
     bytes_per_weight = 2
-    if config.precision == "fp32":
+    sent = weights.total
+    if config.trains_adapters:
+        sent -= weights.trained
+    # Merged LoRA adapters are sent in float32.
+    if config.precision == "fp32" or config.trains_adapters:
         bytes_per_weight = 4
-    update = weights.total * bytes_per_weight / 1e9
+    update = sent * bytes_per_weight / 1e9
     lines = [
         f"{config.hf_checkpoint}: {weights.total:,} parameters ({hf.architectures[0]}),"
         f" {config.precision}",
@@ -402,11 +412,16 @@ def _recommendation(config: MegatronConfig, weights: Census, world_size: int, me
 
 
 def _trained(config: MegatronConfig, weights: Census, stages: Sequence[Stage]) -> Iterator[str]:
-    """Yields a line about frozen weights; nothing if all weights are trained.
+    """Yields a line about frozen weights or adapters; nothing if all weights are trained.
 
     Raises:
         ValueError: A stage has nothing to train.
     """
+    if config.trains_adapters:
+        yield (
+            f"{weights.trained:,} of these parameters are LoRA adapters; the others are frozen and"
+            " have no gradient and no optimizer state."
+        )
     selected = config.selected_weights
     if selected is None:
         return
@@ -422,7 +437,7 @@ def _trained(config: MegatronConfig, weights: Census, stages: Sequence[Stage]) -
 def _copies(config: MegatronConfig, stages: Sequence[Stage]) -> Iterator[str]:
     """Yields a line about the memory of --async-save; nothing without it."""
     if config.async_save:
-        copies = max(stage.weights + stage.optimizer for stage in stages)
+        copies = max(stage.saved_weights + stage.optimizer for stage in stages)
         yield (
             f"--async-save: up to {copies / GIB:.2f} GiB of main memory per rank, for copies of"
             " weights and optimizer state."

@@ -138,6 +138,18 @@ LAYOUTS = {
             "freeze_params_name_list": ("embedding", "linear_fc2", "q_layernorm"),
         },
     ),
+    "adapters": (
+        "qwen3",
+        8,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+            "bf16": True,
+            "lora_rank": 4,
+        },
+    ),
     "fused projections": ("phi3", 2, {"tensor_model_parallel_size": 2}),
     "norms over all heads": ("olmo2", 2, {"tensor_model_parallel_size": 2}),
     "norms of outputs": ("glm4", 2, {"pipeline_model_parallel_size": 2}),
@@ -207,6 +219,19 @@ def test_the_smallest_layout_is_the_smallest_that_fits(spare_tokens, ranks, tmp_
     memory = stage.fixed + (2048 + spare_tokens) * stage.per_token
     layout = smallest_layout(config, weights, 8, memory)
     assert layout is not None and layout[0] == ranks
+
+
+def test_a_plan_of_adapters_saves_only_them(tmp_path):
+    checkpoint = str(make_checkpoint(tmp_path, "qwen3"))
+    config = MegatronConfig(hf_checkpoint=checkpoint, lora_rank=4)
+    weights = census(config)
+    (stage,) = weights.stages(config, 1)
+    # per layer: A of q, k, v, gate and up have 32 columns, of o and down 64; B the rows below
+    rows = 64 + 32 + 32 + 32 + 64 + 64 + 32
+    assert weights.trained == 2 * 4 * (5 * 32 + 2 * 64 + rows)
+    assert stage.saved_weights == 4 * weights.trained
+    assert stage.gradients == 4 * weights.trained
+    assert stage.optimizer == 8 * weights.trained
 
 
 def test_no_layout_fits_little_memory(tmp_path):

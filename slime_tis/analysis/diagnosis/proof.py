@@ -4,7 +4,7 @@
 fitted on some samples, and the share of Σ|Δ| that disappears is measured on the others.
 """
 
-import os
+import copy
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from slime_tis.analysis.diagnosis.engine_rules import MIN_SIGN_SHARE
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
@@ -32,6 +33,7 @@ from slime_tis.analysis.diagnosis.rescore import (
 from slime_tis.analysis.diagnosis.search import TINY, Measured, Search
 from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.peft_directory import base_model, is_adapter
 from slime_tis.progress import Progress
 
 SAME_FIT = 3.0
@@ -133,7 +135,8 @@ def prove(
 
     Args:
         table: With token ids, prompts and the log-probs of both engines.
-        hf_checkpoint: The model that training had when it scored the samples.
+        hf_checkpoint: The model that training had when it scored the samples; a directory of a
+            LoRA adapter stands for its base model with the adapter.
         others: Other checkpoints of the run, adapters, or a draft model, which the rollout engine
             may have.
         device: Device of torch that the models are loaded to.
@@ -148,23 +151,39 @@ def prove(
     """
     from transformers import AutoTokenizer
 
-    check_memory([hf_checkpoint, *others], device)
-    model = load_model(hf_checkpoint, device)
+    base = hf_checkpoint
+    trains_adapter = is_adapter(hf_checkpoint)
+    if trains_adapter:
+        base = base_model(hf_checkpoint)
+    # Another adapter of the run is a complete model: the base with this adapter.
+    complete = [base if trains_adapter and is_adapter(path) else path for path in others]
+    check_memory([base, *complete], device)
+    model = load_model(base, device)
     own = model.state_dict()
     loaded: dict[str, Any] = {}
     for path in others:
-        if os.path.exists(os.path.join(path, "adapter_config.json")):
-            loaded[path] = read_adapter(path, own)
-        else:
+        if not is_adapter(path):
             loaded[path] = load_model(path, device)
+        elif trains_adapter:
+            loaded[path] = _with_weights(copy.deepcopy(model), read_adapter(path, own))
+        else:
+            loaded[path] = read_adapter(path, own)
+    twice: dict[str, Tensor] = {}
+    if trains_adapter:
+        once = read_adapter(hf_checkpoint, own)
+        twice = {name: 2 * weight - own[name] for name, weight in once.items()}
+        _with_weights(model, once)
     models = {hf_checkpoint: model, **loaded}
     reference = _reference(table, models, with_progress=with_progress)
     if reference != hf_checkpoint:
         loaded[hf_checkpoint] = model
         model = loaded.pop(reference)
+    elif trains_adapter:
+        # For "applies the adapter -1 times more", which is an engine without it.
+        loaded[hf_checkpoint] = twice
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            hf_checkpoint, local_files_only=True, trust_remote_code=False
+            base, local_files_only=True, trust_remote_code=False
         )
     except Exception:
         # Only the hypotheses on templates need a tokenizer.
@@ -172,6 +191,15 @@ def prove(
     return explain_disagreement(
         model, table, others=loaded, tokenizer=tokenizer, with_progress=with_progress
     )
+
+
+@torch.no_grad()
+def _with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
+    """Changes some weights of a model, and returns it."""
+    state = model.state_dict()
+    for name, weight in weights.items():
+        state[name].copy_(weight)
+    return model
 
 
 def _reference(table: TokenTable, models: Mapping[str, Any], *, with_progress: bool) -> str:

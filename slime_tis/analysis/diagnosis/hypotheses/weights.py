@@ -114,7 +114,7 @@ def for_weights(
     network = _towards(different)
     table = {f"weights of {path}": Hypothesis(claim, CAUSE, FRACTIONS, network=network)}
     if is_adapter:
-        return table
+        return table | _for_adapter_parts(path, different)
     table |= _for_parts(path, different)
     table |= _for_layers(path, different)
     table |= _for_unfinished_updates(path, different)
@@ -137,6 +137,22 @@ def _for_parts(path: str, different: Weights) -> dict[str, Hypothesis]:
                 tensors[name] = weight
         if 0 < len(tensors) < len(different):
             table |= _part(part, path, tensors)
+    return table
+
+
+def _for_adapter_parts(path: str, different: Weights) -> dict[str, Hypothesis]:
+    """Returns the hypotheses that an adapter is loaded only in part, or in a part too much."""
+    table: dict[str, Hypothesis] = {}
+    for part, words in PARTS.items():
+        tensors = {}
+        for name, weight in different.items():
+            if any(word in name for word in words):
+                tensors[name] = weight
+        if 0 < len(tensors) < len(different):
+            claim = f"applies the {part} of the adapter {_escaped(path)} {{value:+.3g}} times more"
+            network = _towards(tensors)
+            name = f"{part} of the adapter {path}"
+            table[name] = Hypothesis(claim, CAUSE, (-1.0, 1.0), network=network)
     return table
 
 

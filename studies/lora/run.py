@@ -1,0 +1,156 @@
+"""Trains all weights, and LoRA adapters of rank 8, on the same number of samples.
+
+    python -m studies.lora.run                       # sort digits, three seeds
+    python -m studies.lora.run --task smollm2        # memory and time of SmolLM2-135M
+
+Runs are made one after another. Each appends a row to results.csv: accuracy on held-out prompts,
+CPU time of a step, and the peak resident set of the process.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.provenance import commit, machine
+from examples.tables import read_rows, write_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results.csv"
+SORT_DIGITS = (
+    "--hf-checkpoint data/sort_digits/checkpoint --prompt-data data/sort_digits/train.jsonl"
+    " --input-key prompt --label-key label --rollout-shuffle --rm-type exact_match"
+    " --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-max-response-len 12"
+    " --eval-prompt-data data/sort_digits/eval.jsonl --eval-interval 60"
+)
+SMOLLM2 = (
+    "--hf-checkpoint data/smollm2/checkpoint --prompt-data data/smollm2/prompts/train.jsonl"
+    " --input-key prompt --label-key label --apply-chat-template --rollout-shuffle --custom-rm-path"
+    " examples/reasoning_gym/reward.py:correct --rollout-batch-size 4"
+    " --n-samples-per-prompt 4 --rollout-max-response-len 12 --micro-batch-size 4"
+)
+COMMON = "--weight-decay 0 --num-threads 1 --no-progress --check-engines off"
+RANK = 8
+CASES = {
+    "sort_digits": [
+        (None, 1.5e-4),
+        (RANK, 3e-4),
+        (RANK, 1e-3),
+        (RANK, 3e-3),
+        (RANK, 1e-2),
+    ],
+    "smollm2": [(None, 2e-5), (RANK, 2e-4)],
+}
+"""Rank of the adapters, None for all weights, and learning rate, by task."""
+STEPS = {"sort_digits": 60, "smollm2": 4}
+SEEDS = {"sort_digits": (0, 1, 2), "smollm2": (0,)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run."""
+
+    task: str
+    rank: int | None
+    lr: float
+    seed: int
+    accuracy_before: float | None
+    accuracy: float | None
+    """Share of correct answers to held-out prompts after the last step."""
+    step_cpu_s: float
+    """CPU time of a step, rollout and weight update included, without the time of the first step
+    and of the start, seconds."""
+    peak_mib: float
+    """Largest resident set of the process."""
+    machine: str
+    commit: str
+
+    @property
+    def key(self) -> tuple[str, int | None, float, int]:
+        """What distinguishes the runs of the table."""
+        return (self.task, self.rank, self.lr, self.seed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the runs that are missing in results.csv."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--task", choices=list(CASES), default="sort_digits")
+    options = parser.parse_args(argv)
+    rows = read_rows(RESULTS, Row) if RESULTS.exists() else []
+    done = {row.key for row in rows}
+    for seed in SEEDS[options.task]:
+        for rank, lr in CASES[options.task]:
+            if (options.task, rank, lr, seed) in done:
+                continue
+            row = run(options.task, rank, lr, seed)
+            rows.append(row)
+            write_rows(RESULTS, Row, rows)
+            print(row, flush=True)
+    return 0
+
+
+def run(task: str, rank: int | None, lr: float, seed: int) -> Row:
+    """Makes a run, and one of a single step, whose time is subtracted."""
+    steps = STEPS[task]
+    rows, usage = train(task, rank, lr, seed, steps)
+    _, first = train(task, rank, lr, seed, 1)
+    seconds = cpu_seconds(usage) - cpu_seconds(first)
+    accuracies = [row["eval/eval"] for row in rows if "eval/eval" in row]
+    return Row(
+        task=task,
+        rank=rank,
+        lr=lr,
+        seed=seed,
+        accuracy_before=accuracies[0] if accuracies else None,
+        accuracy=accuracies[-1] if accuracies else None,
+        step_cpu_s=seconds / (steps - 1),
+        peak_mib=usage.ru_maxrss / 1024,
+        machine=machine(),
+        commit=commit(),
+    )
+
+
+def cpu_seconds(usage: resource.struct_rusage) -> float:
+    """Returns the CPU time of a process."""
+    return usage.ru_utime + usage.ru_stime
+
+
+def train(
+    task: str, rank: int | None, lr: float, seed: int, steps: int
+) -> tuple[list[dict[str, float]], resource.struct_rusage]:
+    """Trains in a separate process; returns the metrics, and the resources that it used."""
+    words = (SORT_DIGITS if task == "sort_digits" else SMOLLM2).split() + COMMON.split()
+    words += [
+        "--num-rollout",
+        str(steps),
+        "--lr",
+        str(lr),
+        "--seed",
+        str(seed),
+        "--rollout-seed",
+        str(seed),
+    ]
+    if rank is not None:
+        words += ["--lora-rank", str(rank)]
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "train.py", *words, "--output-dir", directory]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with open(Path(directory) / "log.txt", "w") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError((Path(directory) / "log.txt").read_text()[-2000:])
+        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], usage
+
+
+if __name__ == "__main__":
+    sys.exit(main())
