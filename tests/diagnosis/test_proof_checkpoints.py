@@ -150,6 +150,22 @@ def test_half_an_update_ends_the_search_before_other_networks(half_update_proof:
     assert "network_setting" not in half_update_proof.tested
 
 
+def noisy_engine(_: Any, tokens: torch.Tensor) -> Rows:
+    """A network without a relation to the model: all tokens are about equally likely."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 0.3 * torch.randn(len(tokens), RESPONSE, 64, generator=generator)
+    return log_probs(logits, tokens)
+
+
+def test_random_weights_prove_no_other_cause(start: Path) -> None:
+    model = loaded(start)
+    model.lm_head.weight.data.mul_(30)  # far from uniform
+    _, proof = explain_disagreement(model, dump(model, noisy_engine))
+    # A soft cap of the logits also makes all tokens about equally likely.
+    assert proof.explained > 0.9
+    assert not proof.is_proven, proof.sentence
+
+
 def test_a_tied_output_layer_that_stays_old_is_named(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
     old = loaded(path)

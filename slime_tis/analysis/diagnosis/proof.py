@@ -44,6 +44,11 @@ MIN_HELD_OUT = 8
 """Smallest number of held-out samples for a proof."""
 PROVEN = 0.9
 """Smallest share of the mismatch that disappears under a proven cause."""
+LARGEST_REST = 0.1
+"""Largest mean |Δ| that a proven cause leaves, nats: the noise of 8 bits is smaller.
+
+Beside a mismatch of several nats, for example of random weights, a wrong hypothesis may remove 90 %
+and leave more."""
 PARTIAL = 0.3
 """Smallest share of the mismatch that disappears under a cause that is named at all."""
 BETTER = 0.05
@@ -389,15 +394,23 @@ class _Case:
         rival_names = [search.table[name].cause for name in rivals]
         is_unique = set(rival_names) <= {cause_names[-1]}
         has_samples = len(search.held_out) >= MIN_HELD_OUT
+        left = self._mean_left(causes[-1])
+        is_complete = last.interval[0] >= PROVEN and left <= LARGEST_REST
         proof = replace(
             proof,
             causes=tuple(dict.fromkeys(cause_names + rival_names)),
             explained=last.share,
-            is_proven=last.interval[0] >= PROVEN and has_samples and is_unique,
+            is_proven=is_complete and has_samples and is_unique,
             is_noise=is_noise,
             rivals=rivals,
         )
-        return replace(proof, sentence=self._sentence(proof, explanations[: len(causes)]))
+        return replace(proof, sentence=self._sentence(proof, explanations[: len(causes)], left))
+
+    def _mean_left(self, cause: Measured) -> float:
+        """Returns the mean |Δ| of the held-out samples that a cause leaves, nats."""
+        deltas = [self.search.delta[i] for i in self.search.held_out]
+        count = sum(int(delta.isfinite().sum()) for delta in deltas)
+        return float(cause.remaining.sum()) / max(count, 1)
 
     def _tested(self) -> dict[str, float]:
         """Returns the largest share that a hypothesis of each cause removes."""
@@ -561,8 +574,11 @@ class _Case:
             f" halves of the responses {halves:.0%}."
         )
 
-    def _sentence(self, proof: Proof, causes: Sequence[Explanation]) -> str:
-        """Returns the causes' claims with their share, and the reason if there is no proof."""
+    def _sentence(self, proof: Proof, causes: Sequence[Explanation], left: float) -> str:
+        """Returns the causes' claims with their share, and the reason if there is no proof.
+
+        `left` is the mean |Δ| that the causes leave, nats.
+        """
         search = self.search
         claims = []
         for cause in causes:
@@ -579,6 +595,10 @@ class _Case:
             verdict = f". A proof needs {MIN_HELD_OUT} held-out samples."
         elif low < PROVEN:
             verdict = f". A proof needs more samples: the interval goes below {PROVEN:.0%}."
+        elif left > LARGEST_REST:
+            verdict = (
+                f". It is not proven: {left:.2g} nats per token remain, more than rounding leaves."
+            )
         tie = ""
         if proof.rivals:
             tie = f" Cannot be told apart: {' or '.join((last.name, *proof.rivals))}."
