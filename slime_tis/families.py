@@ -61,6 +61,11 @@ class Attention:
     the field of config.json with this flag."""
     rotary_layers: str | None = None
     """Field with a flag for each layer: whether it has a rotary embedding; None: all have."""
+    scale: str | None = None
+    """Field x of the factor x^(-1/2) on products of queries and keys; None for the size of a
+    head."""
+    rotary_kinds: tuple[str, ...] = ()
+    """Types of layers with rotary frequencies of their own; empty if all have the same."""
     window: str | None = None
     """Field with the number of last tokens, itself included, that a token sees. It is about layers
     of the type sliding_attention, or all layers if the configuration has no types."""
@@ -107,6 +112,14 @@ class Family:
     attention: Attention = Attention()
     norms: Literal["inputs", "outputs", "both"] = "inputs"
     """Whether the inputs or the outputs of attention and MLP are normalized."""
+    norm_offset: float = 0.0
+    """Number that norms add to their weights."""
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    """Activation of the gate in MLPs."""
+    activation_field: str = "hidden_act"
+    """Field with the name of the activation."""
+    scales_embeddings: bool = False
+    """Whether embeddings are multiplied by the square root of the hidden size."""
     experts: Experts | None = None
     """Experts of the sparse layers; None if all layers are dense."""
     weights: Mapping[str, Weight]
@@ -397,6 +410,35 @@ FAMILIES: Mapping[str, Family] = {
                 "replicated", "post_self_attn_layernorm.weight", "hidden"
             ),
             "mlp_bda.weight": _weight("replicated", "post_mlp_layernorm.weight", "hidden"),
+        },
+    ),
+    "Gemma3ForCausalLM": Family(
+        title="Gemma 3",
+        model_type="gemma3_text",
+        rotary_class=ROTARY.format("gemma3", "Gemma3"),
+        attention=Attention(
+            qk_norm=True,
+            scale="query_pre_attn_scalar",
+            rotary_kinds=("sliding_attention", "full_attention"),
+            window="sliding_window",
+        ),
+        norms="both",
+        norm_offset=1.0,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        scales_embeddings=True,
+        weights={
+            **ATTENTION,
+            **QK_NORM,
+            **MLP,
+            "input_layernorm.weight": _weight("replicated", "input_layernorm.weight", "hidden"),
+            "self_attn_bda.weight": _weight(
+                "replicated", "post_attention_layernorm.weight", "hidden"
+            ),
+            "pre_mlp_layernorm.weight": _weight(
+                "replicated", "pre_feedforward_layernorm.weight", "hidden"
+            ),
+            "mlp_bda.weight": _weight("replicated", "post_feedforward_layernorm.weight", "hidden"),
         },
     ),
     "Qwen2MoeForCausalLM": Family(

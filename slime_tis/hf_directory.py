@@ -325,6 +325,8 @@ def _check_fields(model: Mapping[str, Any], where: str) -> None:
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(model.get(name), dict):
             ropes.append(model[name])
+            # Gemma 3 has one object for each type of layers.
+            ropes += [value for value in model[name].values() if isinstance(value, dict)]
     for fields in (model, *ropes):
         for name, (is_valid, description) in FIELDS.items():
             if fields.get(name) is not None and not is_valid(fields[name]):

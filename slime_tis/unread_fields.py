@@ -15,6 +15,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     # attention
     "dual_chunk_attention_config": (None,),
     "attention_chunk_size": (None,),
+    "use_bidirectional_attention": (None, False),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "query_pre_attn_scalar": (None,),
@@ -70,10 +71,11 @@ def unread_problems(model: Mapping[str, Any]) -> Iterator[str]:
         if name in model and name not in read and model[name] not in neutral:
             yield f"{name} {quoted(model[name])}"
     yield from _attention_problems(model, family)
+    known = {*ROPE_FIELDS, *family.attention.rotary_kinds}
     for name in ("rope_parameters", "rope_scaling"):
         rope = model.get(name)
         if isinstance(rope, dict):
-            for field in sorted(rope.keys() - set(ROPE_FIELDS)):
+            for field in sorted(rope.keys() - known):
                 yield f"{field} {quoted(rope[field])} in {name}"
     experts = family.experts
     if experts is not None and model.get("scoring_func") not in (None, _score_function(family)):

@@ -10,6 +10,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     Glm4Config,
     Glm4ForCausalLM,
@@ -50,6 +52,7 @@ FAMILIES = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
@@ -152,6 +155,7 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
         eos_token_id=EOS,
         dtype="float32",
     )
+    norm_mean = 0.0 if family == "gemma3" else 1.0  # Gemma's norms add 1 to their weights
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -161,7 +165,7 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.1, generator=generator)
             elif "norm" in name:
-                parameter.normal_(1.0, 0.1, generator=generator)
+                parameter.normal_(norm_mean, 0.1, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.1, generator=generator)

@@ -35,6 +35,26 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("mimo", {}),
     "glm4, biases": ("glm4", {}),
     "glm4, no biases": ("glm4", {"attention_bias": False}),
+    "gemma3, five of six layers with windows": (
+        "gemma3",
+        {
+            "num_hidden_layers": 6,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3, a linear rope, untied": (
+        "gemma3",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "deepseek_v2, queries without latent vectors": (
         "deepseek_v2",
         {"q_lora_rank": None, "n_shared_experts": 2},

@@ -133,7 +133,7 @@ def test_zigzag_over_two_ranks(rank, expected):
 def test_the_gradient_of_a_rotation_matches_its_formula():
     torch.manual_seed(0)
     x, direction = torch.randn(2, 5, 3, 8, dtype=torch.float64)
-    cos, sin = RotaryAngles(torch.rand(4), scaling=1.5)(torch.arange(5))
+    cos, sin = RotaryAngles(torch.rand(1, 4), scaling=1.5)(torch.arange(5))
     leaf, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
     (rotate(leaf, cos, sin) * direction).sum().backward()
     first, second = reference.chunk(2, -1)

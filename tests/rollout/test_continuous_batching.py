@@ -48,12 +48,18 @@ FAMILIES = [
     "olmo2",
     "mimo",
     "glm4",
+    "gemma3",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
 ]
 SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
+    "gemma3": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 24,
+    },
     "smollm3": {"num_hidden_layers": 4},  # the fourth one has no rotary embedding
 }
 """Fields of config.json with the properties that distinguish a family."""

@@ -70,7 +70,6 @@ class HfConfig(Protocol):
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    hidden_act: str
     rms_norm_eps: float
     max_position_embeddings: int
     rope_parameters: dict[str, Any] | None
@@ -182,8 +181,10 @@ def read_hf_config(directory: str | Path) -> HfConfig:
     if family_of(hf).attention.qkv_bias is False:
         unsupported.append("attention_bias")
     used = [field for field in unsupported if getattr(hf, field, False)]
-    if hf.hidden_act not in ("silu", "swish"):
-        used.insert(0, "hidden_act")
+    family = family_of(hf)
+    activations = ("silu", "swish") if family.activation == "silu" else (family.activation,)
+    if getattr(hf, family.activation_field) not in activations:
+        used.insert(0, family.activation_field)
     if used:
         field = used[0]
         raise ValueError(f"{directory}: {field}={getattr(hf, field)!r} is not supported for {name}")
@@ -234,13 +235,15 @@ def build_model(
     if parallel.device.type != "cpu":  # torch cannot move the fake parameters of a plan
         module.to(parallel.device)
     release_probabilities(module)
+    if family.scales_embeddings and parallel.is_first_stage:
+        scale_embeddings(module, hf.hidden_size, transformer.params_dtype)
     # If the sizes are equal, the data- and context-parallel ranks are the ranks with the same
     # expert. megatron-core is then right without this.
     if parallel.expert_tensor_size != parallel.tensor_size:
         separate_expert_gradients(module)
     if engine:
         # built without rotary scaling, which these frequencies have
-        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.device, copy=True)
+        module.rotary_pos_emb.inv_freq = inverse_frequency[0].to(parallel.device, copy=True)
         return Model(module, transformer, hf, None)
     return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
 
@@ -352,6 +355,16 @@ def _moe_options(hf: Any) -> dict[str, Any]:
     return options
 
 
+def scale_embeddings(module: ResponseModel, hidden_size: int, dtype: torch.dtype) -> None:
+    """Multiplies embeddings by √hidden_size, which is rounded to their type as in transformers."""
+    scale = torch.tensor(hidden_size**0.5).to(dtype)
+
+    def multiply(embedding: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output * scale.to(output.device)
+
+    module.embedding.register_forward_hook(multiply)
+
+
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
     """Rounds the size of the vocabulary up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tensor_size) * tensor_size
@@ -361,7 +374,7 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
     """Returns the rotary settings that transformers computes for this model.
 
     Returns:
-        Inverse frequencies [d/2], and the factor on cosine and sine.
+        Inverse frequencies [kinds, d/2], and the factor on cosine and sine.
     """
     module_name, class_name = family.rotary_class.split(":")
     rotary_class = getattr(importlib.import_module(module_name), class_name)
@@ -371,6 +384,8 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
         raise ValueError(
             f"the checkpoint's rotary settings are invalid: {first_line(error)}."
         ) from error
+    if family.attention.rotary_kinds:
+        return _frequencies_by_kind(rotary, family)
     partial = (hf.rope_parameters or {}).get("partial_rotary_factor", 1.0)
     width = positioned_size(hf)
     if 2 * len(rotary.inv_freq) != int(width * partial):
@@ -378,7 +393,22 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
             f"partial_rotary_factor {partial} is not supported for {family.title}: transformers"
             f" rotates {2 * len(rotary.inv_freq)} of {width} features."
         )
-    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+    return rotary.inv_freq.float()[None], float(rotary.attention_scaling)
+
+
+def _frequencies_by_kind(rotary: Any, family: Family) -> tuple[torch.Tensor, float]:
+    """Returns `rotary_frequencies` of a model whose types of layers have their own ones."""
+    frequencies = []
+    for kind in family.attention.rotary_kinds:
+        # transformers has no frequencies of a type that no layer has
+        known = getattr(rotary, f"{kind}_inv_freq", None)
+        scaling = float(getattr(rotary, f"{kind}_attention_scaling", 1.0))
+        if scaling != 1.0:
+            raise ValueError(f"rotary scaling by {scaling} is not supported for {family.title}.")
+        frequencies.append(known)
+    (some, *_) = [known for known in frequencies if known is not None]
+    filled = [some if known is None else known for known in frequencies]
+    return torch.stack(filled).float(), 1.0
 
 
 def uses_transformer_engine(hf: HfConfig, parallel: Parallel, config: MegatronConfig) -> bool:
@@ -409,9 +439,12 @@ def _torch_spec(
     config: ModelConfig, hf: HfConfig, parallel: Parallel, kernels: Kernels | None
 ) -> TransformerBlockSubmodules:
     """Returns the specification of the layers of this pipeline stage."""
+    family = family_of(hf)
     norm: Any = TorchRMSNorm
     if kernels is not None:
         norm = ModuleSpec(TorchRMSNorm, params={"invariant": True})
+    elif family.norm_offset:
+        norm = ModuleSpec(TorchRMSNorm, params={"offset": family.norm_offset})
     dense = _torch_layer_spec(config, None, norm)
     if kernels is not None:
         use_invariant_operations(dense, kernels)
@@ -464,11 +497,15 @@ def _use_family_layers(
         spec = layer.submodules.self_attention
         spec.module = LatentAttention
         spec.params = {**spec.params, "sizes": latent_sizes(hf)}
+    mlp = layer.submodules.mlp
+    if family.activation != "silu":
+        mlp.params = {**(mlp.params or {}), "activation": family.activation}
     if family.norms == "outputs":
         layer.submodules.input_layernorm = IdentityOp
         layer.submodules.pre_mlp_layernorm = IdentityOp
     if family.norms != "inputs":
-        output_norm = ModuleSpec(NormThenAdd, params={"config": config})
+        params = {"config": config, "offset": family.norm_offset}
+        output_norm = ModuleSpec(NormThenAdd, params=params)
         layer.submodules.self_attn_bda = output_norm
         layer.submodules.mlp_bda = output_norm
 
@@ -491,11 +528,15 @@ def latent_sizes(hf: Any) -> LatentSizes:
 def softmax_scale(hf: Any) -> float | None:
     """Returns the factor on products of queries and keys; None for d^(-1/2).
 
-    In latent attention with YaRN it is d^(-1/2) · m², m = 0.1 · mscale_all_dim · log(factor) + 1.
+    It is x^(-1/2) if the family has a field x for it. In latent attention with YaRN it is
+    d^(-1/2) · m², m = 0.1 · mscale_all_dim · log(factor) + 1.
 
     Source: DeepSeek-V3, inference/model.py, and transformers' `yarn_apply_mscale`.
     """
-    if not family_of(hf).attention.latent:
+    attention = family_of(hf).attention
+    if attention.scale is not None:
+        return float(getattr(hf, attention.scale) ** -0.5)
+    if not attention.latent:
         return None
     scale: float = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5
     rope = hf.rope_parameters
@@ -513,9 +554,13 @@ def attention_traits(hf: Any) -> tuple[AttentionTraits, ...]:
     if attention.rotary_layers is not None:
         rotates = [bool(flag) for flag in getattr(hf, attention.rotary_layers)]
     windows = attention_windows(hf)
+    rotary_kinds = [0 for _ in layers]
+    if attention.rotary_kinds:
+        rotary_kinds = [attention.rotary_kinds.index(kind) for kind in hf.layer_types]
     return tuple(
         AttentionTraits(
             rotates=rotates[layer],
+            rotary_kind=rotary_kinds[layer],
             turns_neighbors=flag_value(hf, attention.turns_neighbors),
             window=windows[layer],
         )

@@ -18,9 +18,10 @@ from slime_tis.trainer.megatron.layers import TorchRMSNorm
 class NormThenAdd(nn.Module):
     """residual + norm(output), in the place of megatron-core's `bias_dropout_add`."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, offset: float = 0.0) -> None:
+        """`offset`: see `TorchRMSNorm`."""
         super().__init__()
-        norm = TorchRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        norm = TorchRMSNorm(config, config.hidden_size, config.layernorm_epsilon, offset=offset)
         self.weight = norm.weight
         # A registered module would give the weight a second name.
         self._norm = (norm,)

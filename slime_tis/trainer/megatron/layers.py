@@ -34,6 +34,8 @@ class AttentionTraits:
 
     rotates: bool = True
     """Whether queries and keys get a rotary embedding."""
+    rotary_kind: int = 0
+    """Index of the layer's rotary angles."""
     turns_neighbors: bool = False
     """Whether the rotary embedding turns the features 2i and 2i + 1 instead of i and i + d/2."""
     window: int | None = None
@@ -109,9 +111,12 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         assert layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
         if self.invariant:
             return operations.rotate(x, layout.cos, layout.sin)
+        kind = self.traits.rotary_kind
+        cos = layout.cos[:, kind : kind + 1]
+        sin = layout.sin[:, kind : kind + 1]
         if self.traits.turns_neighbors:
-            x = neighbors_apart(x, 2 * layout.cos.shape[-1])
-        return rotate(x, layout.cos, layout.sin)
+            x = neighbors_apart(x, 2 * cos.shape[-1])
+        return rotate(x, cos, sin)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Returns [rows, heads, Lq, d] of a padded batch; the mask is [rows, 1, Lq, Lk] or None."""
@@ -202,7 +207,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TorchRMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight."""
+    """x / sqrt(mean(x²) + ε) · (weight + offset)."""
 
     def __init__(
         self,
@@ -210,10 +215,12 @@ class TorchRMSNorm(torch.nn.Module):
         hidden_size: int,
         eps: float = 1e-5,
         invariant: bool = False,
+        offset: float = 0.0,
         **_: Any,
     ) -> None:
         """`invariant`: whether it rounds as transformers does, see `operations.rms_norm`."""
         super().__init__()
+        self.offset = offset
         self.invariant = invariant
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # megatron-core sums the gradient of weights with this mark over the tensor-parallel ranks
@@ -224,6 +231,11 @@ class TorchRMSNorm(torch.nn.Module):
         """Normalizes the last dimension of x [..., hidden_size]."""
         if self.invariant:
             return operations.rms_norm(x, self.weight, self.eps)
+        if self.offset:
+            # in float32, as transformers does
+            weight = self.weight.float() + self.offset
+            shifted: Tensor = _RMSNorm.apply(x, weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
+            return shifted
         if x.is_cuda:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         output: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
@@ -264,10 +276,23 @@ class TorchMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
     The backward pass computes the input of the second linear layer again.
     """
 
-    def __init__(self, *args: Any, vectorized_silu: bool | None = None, **kwargs: Any) -> None:
-        """`vectorized_silu`: see `operations.silu`; None for torch's silu in any batch."""
+    def __init__(
+        self,
+        *args: Any,
+        vectorized_silu: bool | None = None,
+        activation: str = "silu",
+        **kwargs: Any,
+    ) -> None:
+        """Builds the MLP.
+
+        Args:
+            args: megatron-core's arguments.
+            vectorized_silu: See `operations.silu`; None for torch's silu in any batch.
+            activation: A key of `ACTIVATIONS`.
+            kwargs: megatron-core's arguments.
+        """
         super().__init__(*args, **kwargs)
-        self.activation: Callable[[Tensor], Tensor] = swiglu
+        self.activation = ACTIVATIONS[activation]
         if vectorized_silu is not None:
             self.activation = partial(operations.swiglu, vectorized=vectorized_silu)
 
@@ -296,6 +321,19 @@ def swiglu(x: Tensor) -> Tensor:
     """
     output: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]  # torch's
     return output
+
+
+def geglu(x: Tensor) -> Tensor:
+    """gelu(gate) · up [..., inner] of x = gate and up [..., 2·inner], gelu approximated by tanh.
+
+    Source: "GLU Variants Improve Transformer", Shazeer (https://arxiv.org/abs/2002.05202), eq. 6.
+    """
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
+"""Activations of MLPs with a gate, by transformers' name."""
 
 
 class _SwiGLU(torch.autograd.Function):

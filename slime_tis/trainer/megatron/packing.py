@@ -65,7 +65,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     gives_logits: bool = False
     """Whether the model returns logits after these tokens instead of hidden states."""
     cos: Tensor | None = None
-    """[tokens, 1, d/2] cosines of the rotary angles; None if transformer-engine applies them."""
+    """[tokens, kinds, d/2] cosines of the rotary angles; None if transformer-engine applies
+    them."""
     sin: Tensor | None = None
     rows: tuple[AttentionRows, ...] = ()
     """Every packed token is once a query."""
@@ -460,11 +461,11 @@ class RotaryAngles:
     """Rotary embedding of a Hugging Face model: angle = position · inverse_frequency."""
 
     inverse_frequency: Tensor
-    """[d/2] radians per position."""
+    """[kinds, d/2] radians per position, for each kind of layers."""
     scaling: float = 1.0
     """Factor on cosine and sine; only YaRN has another than 1."""
 
     def __call__(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [tokens, 1, d/2] of integer positions [tokens]."""
-        angle = (position_T[:, None].float() * self.inverse_frequency)[:, None]
+        """Cosine and sine [tokens, kinds, d/2] of integer positions [tokens]."""
+        angle = position_T[:, None, None].float() * self.inverse_frequency
         return angle.cos() * self.scaling, angle.sin() * self.scaling

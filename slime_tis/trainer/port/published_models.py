@@ -132,6 +132,10 @@ PUBLISHED: Mapping[str, str] = {
         "--num-layers 61 --hidden-size 6144 --ffn-hidden-size 23040 --num-attention-heads 48 "
         f"--num-query-groups 8 --kv-channels 128 --vocab-size 151552 {_UNTIED}"
     ),
+    "gemma-3-1b": (
+        "--num-layers 26 --hidden-size 1152 --ffn-hidden-size 6912 --num-attention-heads 4"
+        " --num-query-groups 1 --kv-channels 256 --vocab-size 262144"
+    ),
     "deepseek-v2-lite": (
         "--num-layers 27 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16"
         f" --vocab-size 102400 {_LATENT} --moe-layer-freq [0]*1+[1]*26 --moe-ffn-hidden-size 1408"
@@ -178,12 +182,13 @@ ARCHITECTURES: Mapping[str, str] = {
     "mimo": "MiMoForCausalLM",
     "glm-4-": "Glm4ForCausalLM",
     "glm-z1-": "Glm4ForCausalLM",
+    "gemma-3-": "Gemma3ForCausalLM",
 }
 """Architectures that Megatron's flags do not tell, by the beginning of the directory's name."""
 
 OTHER_FAMILIES = re.compile(
-    r"(kimi-(?!k2)|kimi-k2\.|deepseek-v2(?!-lite)|deepseek-v3\.2|deepseek-v[4-9]|gpt-oss|gemma|mimo-v|"
-    r"minimax|nemotron|qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
+    r"(kimi-(?!k2)|kimi-k2\.|deepseek-v2(?!-lite)|deepseek-v3\.2|deepseek-v[4-9]|gpt-oss|"
+    r"gemma-?[124]|gemma-?3n|gemma-?3-(4b|12b|27b)|mimo-v|minimax|nemotron|qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
     r"glm-?5|mistral-small-3\.[1-9]|mistral-large|mixtral|"
     r"phi-[1-3]|phi-4-(mini|multimodal)|olmoe)"
 )
