@@ -59,6 +59,8 @@ PREFILL_TOKENS = 8192
 """Maximum tokens of a pass, including padding."""
 NARROW = 64
 """Columns up to which padding costs less than another pass."""
+DRAWN_ROWS = 8
+"""Rows of logits from which a CPU samples at once: their probabilities stay in its cache."""
 SAFE_POINT_INTERVAL = 0.5
 """Seconds between two safe points while no request is in flight."""
 LOOP_TURNS = 4
@@ -496,7 +498,10 @@ class ContinuousBatching:
             if len(rows) < len(works):
                 logits = logits_AV[torch.tensor(rows, device=logits_AV.device)]
             works_of_rows = [works[row] for row in rows]
-            self._draw(works_of_rows, logits, distribution)
+            rows_at_once = DRAWN_ROWS if logits.device.type == "cpu" else len(rows)
+            for start in range(0, len(rows), rows_at_once):
+                part = slice(start, start + rows_at_once)
+                self._draw(works_of_rows[part], logits[part], distribution)
         is_answered = False
         for slot, work in zip(slots, works, strict=True):
             slot.logits = None
