@@ -543,7 +543,7 @@ class StepMonitor:
             self._sums = self._sums + sums
             return metrics
         if self._statistics is not None and self._sums is not None:
-            # Only complete steps are reduced: every rank has the same number of them.
+            # Only complete steps are reduced: their number is the same on every rank.
             total = over_ranks(self._sums, ranks)
             metrics = self._statistics.all_reduce(ranks).metrics()
             metrics |= sign_metrics(total)

@@ -138,7 +138,7 @@ class Rows:
         return torch.cat([rows, rows.index_select(0, self._boundary_S)])
 
     def join(self, sequences: Sequence[Tensor]) -> Tensor:
-        """As `to_blocks`, of the chunk's sequences [T_i], with one copy of each token."""
+        """As `to_blocks`, of the chunk's sequences [T_i], copying every token once."""
         end = sequences[0].new_zeros(self.block_len - self.tokens)
         blocks = torch.cat([*sequences, end]).view(-1, self.width)
         if not self.aligned:
@@ -212,7 +212,7 @@ class Layout:
         self._rows = self._rows_per_chunk()
 
     def _rows_per_chunk(self) -> list[Rows]:
-        """The rows of each chunk, all of one width."""
+        """The rows per chunk, all of one width."""
         width = row_width(self.lengths)
         aligned = all(length > 0 and length % width == 0 for length in self.lengths)
         ends = self._starts[1:]
@@ -244,7 +244,7 @@ class Layout:
         for name, values in self.inputs.items():
             if isinstance(values, Tensor):
                 start = self._starts[first]
-                # The last row may end in the next chunk: a view of it is cheaper than padding.
+                # The last row may end in the next chunk: a view is cheaper than padding.
                 blocks[name] = rows.to_blocks(values[start : start + rows.padded_len])
             else:
                 blocks[name] = rows.join(values[first:last])
@@ -337,7 +337,7 @@ def _spans(lengths: Sequence[int], largest: int) -> list[tuple[int, int]]:
     first = 0
     tokens = 0
     for i, length in enumerate(lengths):
-        # `i > first`: a sequence that is longer than a chunk is a chunk of its own.
+        # `i > first`: a sequence that is longer than a chunk becomes a chunk by itself.
         if i > first and tokens + length > largest:
             spans.append((first, i))
             first = i

@@ -178,7 +178,7 @@ def prefix_sums(tokens: Tokens, chunk: Chunk) -> Tensor:
     within_row = tokens.log_ratio_RK.cumsum(-1, dtype=torch.float64)
     totals = within_row[:, -1].index_select(0, order_R)
     before_row = totals.cumsum(0) - totals
-    # The rows are sorted by sequence, so this finds the first row of each row's sequence.
+    # Rows are sorted by sequence, so this finds the first row of every row's sequence.
     first_row = torch.searchsorted(sequence_R, sequence_R)
     # Minus the value at the sequence's first row: sums do not cross sequences.
     carried = before_row - before_row.index_select(0, first_row)

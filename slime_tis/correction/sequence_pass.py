@@ -212,7 +212,7 @@ def _token_weights(
     n_S = sums_S.valid.clamp_min(1)
     raw_S = _mean_weight(weights.before, before_S, n_S)
     mean_S = _mean_weight(weights.total, weights.minus_1, n_S) * nonempty_S
-    # As in `_mean_weight`, each sum is taken where it is the more accurate one.
+    # As in `_mean_weight`, the more accurate of the two sums is taken.
     minus_1_S = torch.where(mean_S < 0.5, mean_S - nonempty_S, weights.minus_1 / n_S)
     means = WeightSums(
         before=None,

@@ -87,7 +87,7 @@ class SequenceSums(Generic[V]):
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySums(Generic[V]):
-    """Σ over sequences with a finite token; perplexities are of their finite tokens."""
+    """Σ over sequences with a finite token; perplexities count only finite tokens."""
 
     training_log_ppl: V
     training_ppl: V

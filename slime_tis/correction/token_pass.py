@@ -90,7 +90,7 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     masked_in_R = tokens.masked_in_RK.sum(-1)
     valid_R = tokens.valid_R
     if not config.touches_loss:
-        # Only metrics: the loss keeps all of its tokens, also non-finite ones.
+        # Only metrics: the loss keeps all tokens, also non-finite ones.
         weight = tokens.masked_in_RK
         accepted = tokens.masked_in_RK
     rs_accepted_R = _row_sum(rs_accepted, tokens.valid_RK, valid_R)

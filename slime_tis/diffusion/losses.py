@@ -50,7 +50,7 @@ def flow_grpo(
     *,
     clip_range: float = CLIP_RANGE,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate objective of each SDE step.
+    """Clipped surrogate objective per SDE step.
 
         r_t = π_θ/π_old (x_{t−1} | x_t),   L_t = −min(r_t A, clip(r_t, 1−ε, 1+ε) A)
 

@@ -95,7 +95,7 @@ def gaussian_log_prob(
     Args:
         next_sample_BX: x that was sampled, without gradient.
         mean_BX: μ, with gradient where the policy is trained.
-        std: s above 0; a tensor of it must broadcast against μ.
+        std: s above 0; a tensor must broadcast against μ.
         reduction: Over latent dimensions, "mean" or "sum".
 
     Returns:

@@ -131,7 +131,7 @@ def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
         if context is not None:
             return ContextParallel(context.rank, context.size, context.group)
         return ContextParallel(state.cp_rank, state.cp_size, state.cp_group)
-    # Without an import of Megatron in this process there is no group of it.
+    # Without an import of Megatron in this process there is no group.
     megatron = sys.modules.get("megatron.core.parallel_state")
     if megatron is None or not megatron.model_parallel_is_initialized():
         return ContextParallel()

@@ -253,7 +253,7 @@ def apply_bypass_mode(
 
 def _open(config: object) -> AbstractContextManager[object]:
     """Lets a struct of omegaconf take new keys."""
-    # Without an import of omegaconf there is no struct of it.
+    # A program that has not imported omegaconf has no struct.
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not omegaconf.OmegaConf.is_config(config):
         return nullcontext()
@@ -510,7 +510,7 @@ def _clean(log_ratio_BT: Tensor, response_mask_BT: Tensor) -> tuple[Tensor, Tens
 
 
 def _row_means(values_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """The means over the valid tokens of each row, 0 without one, [B]."""
+    """The means over the valid tokens per row, 0 without one, [B]."""
     totals = torch.where(valid_BT, values_BT, 0.0).sum(-1)
     return totals / valid_BT.sum(-1).clamp_min(1)
 

@@ -67,7 +67,7 @@ class CommandLine:
 
     @property
     def groups(self) -> dict[str, list[Option]]:
-        """Options by the title of their group, in the order of --help."""
+        """Options by the title of the group, in the order of --help."""
         groups: dict[str, list[Option]] = {}
         for option in self.options.values():
             groups.setdefault(option.group, []).append(option)
@@ -122,7 +122,7 @@ class _HelpFormatter(argparse.HelpFormatter):
     """Shows the value of an option once, after its names; argparse repeats it after each name."""
 
     def __init__(self, prog: str) -> None:
-        # argparse's 24 columns would put most helps on a line of their own.
+        # With argparse's 24 columns, most helps would begin below their flags.
         super().__init__(prog, max_help_position=34)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -305,7 +305,7 @@ def naming_sources(given: Mapping[str, Given]) -> Iterator[None]:
         flags = re.findall(r"--[\w-]+", str(error))
         labels = []
         for name, entry in given.items():
-            # The label is `--lr`, or `lr in run.yaml`: its first word is what the user wrote.
+            # The label is `--lr`, or `lr in run.yaml`: the user wrote its first word.
             label_name = entry.label.split()[0].lstrip("-").replace("-", "_")
             if flag(name) in flags and label_name != name:
                 labels.append(f"{flag(name)} is {entry.label}")

@@ -139,7 +139,7 @@ def _float(limits: Limits | None) -> list[Schema]:
 
 
 def _number(kind: str, limits: Limits | None) -> list[Schema]:
-    """Returns the range of a number, and the allowed values outside of it."""
+    """Returns the range of a number, and the allowed values beyond the range."""
     within: Schema = {"type": kind, "maximum": LARGEST, "minimum": -LARGEST}
     if limits is None:
         return [within]

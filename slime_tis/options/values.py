@@ -136,7 +136,7 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
 
 
 def _has_blank(value: Any, *, verbatim: bool) -> bool:
-    """Whether a value is empty, or one of its texts is; blanks alone are empty unless verbatim."""
+    """Whether a value or one item is empty; a blank text is empty unless verbatim."""
     texts = value
     if isinstance(value, str):
         texts = [value]
@@ -230,7 +230,7 @@ def _read_item(kind: FieldType, text: Any, *, verbatim: bool) -> Any:
 
 
 def _read_int(text: str) -> int:
-    """Returns a whole number in decimal digits; raises ValueError for another text."""
+    """Returns an integer in decimal digits; raises ValueError for another text."""
     # int() also accepts underscores and digits of other scripts.
     if len(text) > MAX_NUMBER or not re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):
         raise ValueError(text)

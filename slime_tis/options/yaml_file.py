@@ -143,7 +143,7 @@ def read_document(path: Path, flag: str = "--custom-config-path") -> dict[str, A
         if root is not None:
             document = _plain(root, _shown(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        # PyYAML calls a text <unicode string>, and puts positions on lines of their own.
+        # PyYAML calls a text <unicode string>, and puts positions on separate lines.
         reason = " ".join(str(error).replace("<unicode string>", "the file").split())
         raise ValueError(f"{label} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
     # The file is empty, or has only a null.

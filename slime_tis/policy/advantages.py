@@ -372,7 +372,7 @@ def _centred(rewards: Tensor, accepted: Tensor | None, name: str) -> tuple[Tenso
 
 
 def _counted_tokens(valid_tokens: Tensor, accepted: Tensor | None) -> Tensor:
-    """The trained tokens of each sample, 0 for samples that are not accepted."""
+    """The trained tokens per sample, 0 for samples that are not accepted."""
     if accepted is None:
         return valid_tokens
     return valid_tokens * accepted

@@ -168,7 +168,7 @@ def cispo(
 
     Args and returns as `ppo_clip`; a `clip_low` of 1 or more is no lower bound.
     """
-    # Detached: the weight is a constant, and log π_θ alone carries the gradient.
+    # Detached: the weight is a constant, and only log π_θ carries the gradient.
     ratio_L = policy_ratio(log_prob_L.detach(), old_log_prob_L)
     weight_L = ratio_L.clamp(1 - clip_low, 1 + clip_high)
     return -weight_L * advantage_L * bounded(log_prob_L), (weight_L != ratio_L).to(ratio_L.dtype)

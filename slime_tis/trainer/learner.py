@@ -115,7 +115,7 @@ class Learner:
         rollouts = list(chain.from_iterable(map(by_rollout, groups)))
         size = len(rollouts) // self.steps_per_rollout
         self._old_version = self.step
-        # All steps are prepared before the first one, so that π_old is the same for all of them.
+        # All steps are prepared before the first one, so that all have the same π_old.
         steps = []
         order: list[int] = []
         for start in range(0, len(rollouts), size):

@@ -111,7 +111,7 @@ class SampleSource:
         return Rollout(groups=groups, metrics=measured, advantages=advantages)
 
     def _mask(self, groups: Groups, version: int) -> dict[str, float]:
-        """Masks what must not be trained on, and returns metrics of it."""
+        """Masks tokens that must not be trained, and returns metrics about them."""
         options = self.arguments.rollout
         metrics: dict[str, float] = {}
         mask_removed_samples(groups)

@@ -120,7 +120,7 @@ def _properties(tokens: Tokens, index: Integers, weight: Floats) -> Iterator[_Pr
 
     Args:
         tokens: The trained tokens.
-        index: [N] index of each token's sample.
+        index: [N] index of the sample that a token belongs to.
         weight: [N] share of the mismatch.
     """
     columns = {

@@ -287,7 +287,7 @@ def _not_refuted(
         elif finding.cause in ("unexplained", "healthy"):
             continue
         elif finding.cause in tested:
-            # Noise of arithmetic depends on kernels, so scoring again may repeat none of it.
+            # Noise of arithmetic depends on kernels, so scoring again may show other noise.
             is_noise = finding.cause == "rounding"
             if is_noise or tested[finding.cause] >= MIN_TESTED_SHARE:
                 candidates.append(finding)

@@ -1,4 +1,4 @@
-"""Rounding noise of each precision, measured on trained models.
+"""Rounding noise per precision, measured on trained models.
 
 The rules, the proof, the check before the first step and the weight check use this one table. The
 noise is Σ abs(Δ) / Σ (1 − p), with p the larger probability of the token: noise of a logit moves

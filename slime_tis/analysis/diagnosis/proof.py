@@ -413,7 +413,7 @@ class _Case:
         return float(cause.remaining.sum()) / max(count, 1)
 
     def _tested(self) -> dict[str, float]:
-        """Returns the largest share that a hypothesis of each cause removes."""
+        """Returns the largest share that a hypothesis removes, by cause."""
         tested: dict[str, float] = {}
         for name, share in self.search.shares.items():
             cause = self.search.table[name].cause
@@ -541,7 +541,7 @@ class _Case:
         return shares
 
     def _explanation(self, measured: Measured) -> Explanation:
-        """Returns a hypothesis with the interval of its share."""
+        """Returns a hypothesis with the interval of the share."""
         low, high = np.quantile(self._shares(measured), [0.025, 0.975]).tolist()
         return Explanation(
             name=measured.name, value=measured.value, share=measured.share, interval=(low, high)

@@ -244,7 +244,7 @@ def parameter_count(directory: str) -> int:
 
 
 def _steps(table: TokenTable) -> list[int]:
-    """The steps of a dump, at most MAX_STEPS of them; none if it does not name them."""
+    """The steps of a dump, at most MAX_STEPS; none if it does not name them."""
     if table.step is None or not len(table):
         return []
     steps = np.unique(table.step)
@@ -259,7 +259,7 @@ def _compared(
     chosen: Sequence[tuple[int | None, list[int]]],
     progress: Progress,
 ) -> list[Rescored]:
-    """Returns the errors on the chosen samples of each step that has valid tokens."""
+    """Returns the errors on the chosen samples, for every step that has valid tokens."""
     scored = []
     for step, samples in chosen:
         rescored = _compare(table, scorer, step, samples, progress)

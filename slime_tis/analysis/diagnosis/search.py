@@ -167,7 +167,7 @@ class Search:
         self.checkpoint_names: set[str] = set()
         """The hypotheses on other checkpoints."""
         self.shares: dict[str, float] = {}
-        """Share of the mismatch that each hypothesis alone removes on the fitted samples."""
+        """Share of the mismatch that a hypothesis by itself removes on the fitted samples."""
 
     def add(self, others: Mapping[str, Any]) -> None:
         """Adds the hypotheses on other checkpoints.
@@ -302,7 +302,7 @@ class Search:
         """Fits the parameters of hypotheses with equal costs: on their grids, then between.
 
         Returns:
-            The best parameter of each hypothesis.
+            The best parameter per hypothesis.
         """
         grid: list[Edit] = []
         for name in names:

@@ -357,7 +357,7 @@ def _ordinary_size(tokens: Tokens) -> Floats:
     stale = (tokens.staleness > 0) & tokens.finite
     step_and_age = np.stack([tokens.step, tokens.staleness])[:, stale]
     _, group, counts = np.unique(step_and_age, axis=1, return_inverse=True, return_counts=True)
-    # Sorted by group, the members of each group are adjacent.
+    # Sorted by group, members of a group are adjacent.
     rows = np.flatnonzero(stale)[np.argsort(group.ravel(), kind="stable")]
     ends = np.cumsum(counts)
     for members in np.split(rows, ends[:-1]):

@@ -178,7 +178,7 @@ def _truncation(d: Array) -> _Pattern | None:
 def _penalty(d: Array, came_before: Array) -> _Pattern | None:
     """Only tokens that came before differ."""
     is_new = np.isfinite(d) & ~came_before
-    # One reference token alone would be centered to 0.
+    # A single reference token would be centered to 0.
     usable = is_new.sum(1) >= 2
     if not usable.any():
         return None

@@ -207,7 +207,7 @@ def _repeats(table: TokenTable) -> Integers | None:
         return None
     key = _sample_and_token(table.sample, table.token)
     # Sorted stably, equal tokens of a sample are adjacent and keep their order. A token's distance
-    # to the first of them is the number of its earlier occurrences.
+    # to the first of them is the number of earlier occurrences.
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
     counts = np.diff(np.append(starts, len(key)))

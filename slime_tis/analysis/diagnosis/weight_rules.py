@@ -137,7 +137,7 @@ def _equal_at_first(tokens: Tokens, steps: Integers) -> Finding | None:
 
 def rank_correlation(values: Floats) -> float:
     """Returns Spearman's correlation of values with their index."""
-    # The argsort of an argsort gives the rank of each value.
+    # The argsort of an argsort gives the ranks of the values.
     ranks = np.argsort(np.argsort(values))
     return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
 

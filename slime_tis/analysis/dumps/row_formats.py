@@ -150,7 +150,7 @@ def _prepare_prime_rl(row: dict[str, Any], path: Path) -> None:
     if row.get("rewards") is not None:
         rewards = _numbers(row, "rewards")
         row["rewards"] = None
-        # nanmean warns about an array of NaN alone.
+        # nanmean warns about an array of only NaN.
         if np.isfinite(rewards).any():
             row["rewards"] = float(np.nanmean(rewards))
 
@@ -279,7 +279,7 @@ COLUMN_KEYS = {
     "text": ("response", "", "", "output"),
     "prompt_text": ("prompt_text", "", "", "input"),
 }
-"""Keys of each column, in the order of PROJECTS; empty if the project lacks the column."""
+"""Keys per column, in the order of PROJECTS; empty if the project lacks the column."""
 
 
 def _columns(project: str) -> dict[str, str]:

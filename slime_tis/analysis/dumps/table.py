@@ -222,17 +222,17 @@ class TokenTable:
 
     @property
     def response_length(self) -> Int32:
-        """[S] response tokens of each sample."""
+        """[S] response tokens per sample."""
         return np.diff(self.offsets).astype(np.int32)
 
     @property
     def sample(self) -> Int32:
-        """[N] index in this table of each token's sample."""
+        """[N] index in this table of the token's sample."""
         return np.repeat(np.arange(len(self), dtype=np.int32), self.response_length)
 
     @property
     def position(self) -> Int32:
-        """[N] index of each token in its response."""
+        """[N] index of the token in the response."""
         start = np.repeat(self.offsets[:-1], self.response_length)
         return (np.arange(self.tokens) - start).astype(np.int32)
 
@@ -437,7 +437,7 @@ def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
 def _columns(
     rows: Mapping[str, Sequence[Any]], tokens: Sequence[int], samples: Sequence[int]
 ) -> dict[str, Any]:
-    """Joins the pieces of each column.
+    """Joins the pieces of the columns.
 
     Args:
         rows: Pieces of the columns; a piece is None if its source lacks the column.

@@ -448,7 +448,7 @@ def _loss_step(
 def annotated(
     table: TokenTable, config: RolloutCorrectionConfig, accepted: Bool, global_batch: GlobalBatch
 ) -> TokenTable:
-    """Returns the table with weights before bounds, rejecting criteria of each token, and vetoes.
+    """Returns the table with weights before bounds, rejecting criteria per token, and vetoes.
 
     Args:
         table: Complete samples of one step.

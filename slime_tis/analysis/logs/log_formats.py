@@ -254,7 +254,7 @@ def _float(text: str) -> float | None:
 
 
 def _csv_names(header: list[str], step: int, path: Path) -> list[str]:
-    """The metric of each column; empty for a column that is not a metric.
+    """The metric per column; empty for a column that is not a metric.
 
     W&B exports `"Step","RUN - METRIC","RUN - METRIC__MIN","RUN - METRIC__MAX"`; TensorBoard `Wall
     time,Step,Value` in a file run-RUN-tag-TAG.csv, with _ for / in TAG.
@@ -276,7 +276,7 @@ def _csv_names(header: list[str], step: int, path: Path) -> list[str]:
     names = []
     for index, name in enumerate(header):
         metric = name.rpartition(" - ")[2]
-        # W&B adds the range of each curve, which is no metric.
+        # W&B adds the ranges of curves, which are no metrics.
         if index == step or metric.endswith(("__MIN", "__MAX")):
             metric = ""
         names.append(metric)

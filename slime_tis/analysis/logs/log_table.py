@@ -128,7 +128,7 @@ class LogTable(Sequence[Mapping[str, float]]):
         return not MISMATCH_NAMES.isdisjoint(self._columns)
 
     def _rows(self) -> list[tuple[int, int]]:
-        """Step and number of each row, in the order of the steps."""
+        """Step and number per row, in the order of the steps."""
         if len(self._order) != len(self._row_of_step):
             self._order = sorted(self._row_of_step.items())
         return self._order

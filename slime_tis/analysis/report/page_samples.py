@@ -210,7 +210,7 @@ def _aligned(part: bytes, filler: bytes) -> bytes:
 
 
 def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
-    """The numbers and texts of each sample."""
+    """Numbers and texts by sample."""
     valid_N = table.valid
     size_N = np.abs(table.log_ratio)
     mean_S = mean_size(table)

@@ -283,7 +283,7 @@ def _differences(mismatch: Mismatch, column: Column) -> list[str]:
 
 
 def _evidence(first: Cell, column: Column, columns: Sequence[Column]) -> list[str]:
-    """Returns the results of the recommended method and of the other methods."""
+    """Returns the results of the recommended method and those of all other methods."""
     standard = column.cell(STANDARD)
     sentences = [f"Evidence: {first.method} is {_gap_in_words(first)}."]
     if standard is not None and standard != first:

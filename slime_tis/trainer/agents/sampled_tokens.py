@@ -48,7 +48,7 @@ class Provenance:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """`request` and `offset` of each response token."""
+        """`request` and `offset` per response token."""
         return list(zip(self.request, self.offset, strict=True))
 
 

@@ -78,7 +78,7 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
 
 
 def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
-    """Returns the flag and the path of each prompt file, without a slice of rows."""
+    """Returns flag and path per prompt file, without a slice of rows."""
     paths = []
     if rollout.prompt_data is not None:
         paths.append(("--prompt-data", rollout.prompt_data))
@@ -399,7 +399,7 @@ def held_outputs(
         locks[Path(megatron.save).resolve() / LOCK] = "--save"
     for directory in export_directories(megatron):
         export = Path(directory).resolve()
-        # Beside the directory, because an export replaces all of it.
+        # Beside the directory, because an export replaces the directory.
         locks[export.with_name(f".{export.name}{LOCK}")] = "--save-hf"
     if not main:
         yield

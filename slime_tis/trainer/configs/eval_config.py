@@ -1,4 +1,4 @@
-"""The file of --eval-config: held-out prompt sets, each with its own keys and sampling.
+"""The file of --eval-config: held-out prompt sets, each with separate keys and sampling.
 
     eval:
       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}

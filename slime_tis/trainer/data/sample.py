@@ -166,7 +166,7 @@ class SamplingMask:
         return masks
 
     def contains(self, token_ids: Tensor) -> Tensor:
-        """Returns whether each set contains the token of its position.
+        """Returns, per position, whether the set contains the token.
 
         Args:
             token_ids: [positions], one token per position.
@@ -402,7 +402,7 @@ class Sample:
 
     @property
     def rollout_top_p_token_offsets(self) -> Tensor | None:
-        """slime's form of `sampling_mask.lengths`: the start of each set, and the last end."""
+        """slime's form of `sampling_mask.lengths`: the starts of the sets, and the last end."""
         if self.sampling_mask is None:
             return None
         return torch.nn.functional.pad(self.sampling_mask.lengths.cumsum(0), (1, 0))
@@ -522,7 +522,7 @@ def _int32(values: Sequence[int] | Tensor) -> Tensor:
 
 
 def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> list[int]:
-    """Returns the weight version of each of `count` new tokens.
+    """Returns the weight versions of `count` new tokens.
 
     A server's meta_info has spans of versions, or one version. Without either, the tokens get the
     version of the last token in `before`; if there is none, the list is empty.

@@ -40,7 +40,7 @@ def _json_value(value: Any, place: str, depth: int) -> Any:
         raise ValueError(f"{place} nests deeper than {DEEPEST} levels.")
     if value is None or isinstance(value, bool | str):
         return value
-    # numpy's scalars are registered as these numbers; json cannot write most of them.
+    # numpy's scalars are registered as these numbers, but json cannot write most scalars.
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):

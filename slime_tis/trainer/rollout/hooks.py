@@ -96,7 +96,7 @@ class RolloutHooks:
         return self._judge
 
     def _judge(self, groups: Sequence[list[Sample]]) -> list[DynamicFilterOutput]:
-        """Returns the filter's verdict of each group."""
+        """Returns the filter's verdict per group."""
 
         def call(function: Function) -> list[DynamicFilterOutput]:
             return [_verdict(function(self.args, list(group)), function) for group in groups]

@@ -16,7 +16,7 @@ def rollout_metrics(
     Observations do not count as response tokens. Failed calls count only in the rewards.
 
     Args:
-        groups: The samples of each prompt.
+        groups: The samples per prompt.
         version: Version of the policy, in optimizer steps.
         are_episodes: Adds `episode_metrics`, also if no sample has a sign of several turns.
     """
@@ -66,7 +66,8 @@ def episode_metrics(
     metrics = {"generate_failed": 1 - len(successful) / max(len(rollouts), 1)}
     reasons = Counter(rollout[0].failure for rollout in rollouts)
     for reason, count in reasons.items():
-        if reason:  # None counts the successful calls
+        # None counts the successful calls.
+        if reason:
             metrics[f"generate_failed/{reason}"] = float(count)
 
     retokenized: list[int] = []
@@ -104,7 +105,7 @@ def pass_rates(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     observability/metric_utils.py, compute_pass_rate.
 
     Args:
-        groups: The samples of each prompt. A prompt with fewer than k rollouts does not count in
+        groups: The samples per prompt. A prompt with fewer than k rollouts does not count in
             pass@k.
     """
     counts: list[tuple[int, int]] = []
@@ -145,6 +146,7 @@ def mean_parts(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _effective_length(rollout: Sequence[Sample]) -> int:
+    """Returns the number of trained tokens of a rollout."""
     return sum(sample.effective_response_length for sample in rollout)
 
 

@@ -110,7 +110,7 @@ def dequantized_tensors(directory: Path, block: tuple[int, int]) -> Iterator[tup
 
 
 def scaled_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Returns weight · scale in bfloat16, each block of the weight times its own scale.
+    """Returns weight · scale in bfloat16, with one scale per block of the weight.
 
     Args:
         weight: [out, in], fp8.

@@ -63,7 +63,7 @@ def same_path(one: str | Path, other: str | Path) -> bool:
 
 @contextmanager
 def held(locks: Mapping[Path, str]) -> Iterator[None]:
-    """Locks directories for this process; `locks` has the flag of each directory, by lock file.
+    """Locks directories for this process; `locks` has the directories' flags by lock file.
 
     The POSIX record lock ends with the process and is not inherited by forks. Without lock support
     of the file system a warning is printed.

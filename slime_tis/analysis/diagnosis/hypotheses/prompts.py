@@ -120,7 +120,7 @@ def _turn_ends(sample: Input, value: float, _: Sequence[Input]) -> Input:
 
 
 def _between_turns(sample: Input, first: int, last: int) -> Tensor:
-    """Returns the first and last tokens [S] of each run of tokens that the policy did not sample.
+    """Returns first and last tokens [S] of the runs that the policy did not sample.
 
     A run at the end of the response counts, too; no token follows it.
     """
