@@ -66,7 +66,9 @@ NORM_AFTER_MLP = "post_feedforward_layernorm"
 """Layers with this module, of OLMo 2 and Gemma 2, have another `post_attention_layernorm`: the norm
 of the attention's output."""
 NORM_BEFORE_MLP = "pre_feedforward_layernorm"
-"""The norm before the MLP of such a layer, in Gemma 2."""
+"""The norm before the MLP of such a layer, in Gemma 2 and 3."""
+HEAD_NORMS = ("query norm", "key norm")
+"""Norms of heads. Gemma 3 has the heads before the tokens there, other families behind them."""
 FUSED_QKV = "self_attn.qkv_proj"
 FUSED_GATE_UP = "mlp.gate_up_proj"
 ROUTERS = ("mlp.gate",)
@@ -123,8 +125,22 @@ def _layer_sites(layer: nn.Module, number: int) -> list[Site]:
             if module is None or (name == "MLP" and is_dense):
                 continue
             operations = (Operation(name, number),)
-            sites.append(Site(module=module, operations=operations, is_input=is_input))
+            if name in HEAD_NORMS and _submodule(layer, NORM_BEFORE_MLP) is not None:
+                site = Site(module=module, operations=operations, split=_by_token, join=_by_head)
+            else:
+                site = Site(module=module, operations=operations, is_input=is_input)
+            sites.append(site)
     return sites + _fused_sites(layer, number)
+
+
+def _by_token(value: Tensor) -> Sequence[Tensor]:
+    """Returns [sequences, columns, heads, d] of [sequences, heads, columns, d]."""
+    return [value.transpose(1, 2)]
+
+
+def _by_head(results: Sequence[Tensor], value: Tensor) -> Tensor:
+    """The inverse of `_by_token`."""
+    return results[0].reshape(value.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _names(layer: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
