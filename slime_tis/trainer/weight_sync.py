@@ -26,11 +26,13 @@ from slime_tis.trainer.adapter_check import AdapterCheck, summary, trial
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt
-from slime_tis.trainer.engines.rollout_engine import RolloutEngine
+from slime_tis.trainer.engines.rollout_engine import RolloutEngine, WeightSource
 from slime_tis.trainer.engines.weight_rounding import COARSENESS, Precision, WeightRounder, coarser
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.lora import lora_settings
+from slime_tis.trainer.megatron.lora_weights import adapted_layers
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 
@@ -152,10 +154,16 @@ class PolicyWeights:
             prompts: Training prompts, some of which form the probe.
             context_len: Context of the model in tokens, which limits the probe; None if unlimited.
         """
-        rounder = WeightRounder(self.config.weight_update_rounding, self.megatron.seed)
+        rounding = self.config.weight_update_rounding
+        rounder = WeightRounder(rounding, self.megatron.seed)
         checks = self.config.check_weight_sync
         self.sampler = sampler
         self.updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=checks)
+        engine = self.learner.engine
+        if self.unmerged_scale is not None:
+            # Of the adapters' layers, which no update contains.
+            layer = adapted_layers(engine.model, engine.parallel)[0].name
+            self.updates.precision = sampler.weight_precision(f"{layer}.weight")
         if not (checks or self.megatron.trains_adapters):
             return
         limits = (PROBE_TOKENS, context_len, sampler.max_context_len)
@@ -163,10 +171,10 @@ class PolicyWeights:
         probe = make_probe(prompts, probe_len)
         if self.megatron.trains_adapters:
             self.adapter_check = AdapterCheck(
-                engine=self.learner.engine,
+                engine=engine,
                 sampler=sampler,
                 probe=probe,
-                rounds_to_nearest=self.config.weight_update_rounding == "nearest",
+                rounds_to_nearest=rounding == "nearest" and self.unmerged_scale is None,
             )
         if checks:
             self.check = SyncCheck(
@@ -185,7 +193,18 @@ class PolicyWeights:
 
         A collective.
         """
-        return self.updates.source(self.learner.engine.named_hf_tensors, self.version())()
+        weights: WeightSource = self.learner.engine.named_hf_tensors
+        if self.unmerged_scale is not None:
+            weights = self.learner.engine.named_adapter_tensors
+        return self.updates.source(weights, self.version())()
+
+    @property
+    def unmerged_scale(self) -> float | None:
+        """Scale of LoRA adapters that are sent unmerged; None if all weights are sent."""
+        settings = lora_settings(self.megatron)
+        if settings is None or self.megatron.rollout_lora == "merged":
+            return None
+        return settings.scale
 
     def send(self) -> dict[str, float]:
         """Sends and checks the current weights and returns metrics of the update; a collective."""

@@ -27,7 +27,7 @@ SORT_DIGITS = (
     "--hf-checkpoint data/sort_digits/checkpoint --prompt-data data/sort_digits/train.jsonl"
     " --input-key prompt --label-key label --rollout-shuffle --rm-type exact_match"
     " --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-max-response-len 12"
-    " --eval-prompt-data data/sort_digits/eval.jsonl --eval-interval 60"
+    " --eval-prompt-data held_out data/sort_digits/eval.jsonl --eval-interval 60"
 )
 SMOLLM2 = (
     "--hf-checkpoint data/smollm2/checkpoint --prompt-data data/smollm2/prompts/train.jsonl"
@@ -40,7 +40,6 @@ RANK = 8
 CASES = {
     "sort_digits": [
         (None, 1.5e-4),
-        (RANK, 3e-4),
         (RANK, 1e-3),
         (RANK, 3e-3),
         (RANK, 1e-2),
@@ -101,7 +100,7 @@ def run(task: str, rank: int | None, lr: float, seed: int) -> Row:
     rows, usage = train(task, rank, lr, seed, steps)
     _, first = train(task, rank, lr, seed, 1)
     seconds = cpu_seconds(usage) - cpu_seconds(first)
-    accuracies = [row["eval/eval"] for row in rows if "eval/eval" in row]
+    accuracies = [row["eval/held_out"] for row in rows if "eval/held_out" in row]
     return Row(
         task=task,
         rank=rank,

@@ -48,6 +48,8 @@ REFUSALS = [
     ("--lora-rank 8 --lora-adapter-path a", "the adapter has its rank"),
     ("--lora-adapter-path absent", "'absent/adapter_config.json' cannot be read"),
     ("--merge-lora --save-hf a", "there is no adapter; add --lora-rank"),
+    (f"{SGLANG} --lora-rank 8 --rollout-lora unmerged", "servers get merged weights"),
+    ("--rollout-lora unmerged", "--rollout-lora is 'unmerged' but has no effect"),
     ("--lora-rank 8 --merge-lora", "--merge-lora is set but has no effect without --save-hf"),
     (
         "--lora-rank 8 --freeze-params-name-list embedding",

@@ -138,3 +138,30 @@ def test_merging_into_a_coarse_engine_is_measured(task, tmp_path):
     survivals = [row["rollout/adapter_survival"] for row in rows]
     assert all(0.5 < survival < 1.2 for survival in survivals)
     assert survivals[0] != 1.0
+
+
+UNMERGED = ["--lora-rank", "4", "--rollout-lora", "unmerged", "--check-weight-sync"]
+
+
+@pytest.fixture(scope="module")
+def unmerged(task, tmp_path_factory):
+    """The metrics of a run on an int8 engine that applies the adapter beside its weights."""
+    return run_here([*task, *UNMERGED], tmp_path_factory.mktemp("unmerged") / "run")
+
+
+def test_an_unmerged_adapter_survives_completely(unmerged):
+    assert [row["rollout/adapter_survival"] for row in unmerged] == [1.0] * 3
+
+
+def test_rollouts_with_an_unmerged_adapter_apply_it(unmerged):
+    for row in unmerged:
+        # int8 weights make the share uncertain as long as the adapter is small
+        margin = 4 * row["rollout/adapter_share_error"] + 0.05
+        assert row["rollout/adapter_share"] == pytest.approx(1, abs=margin)
+
+
+def test_a_run_with_an_unmerged_adapter_is_resumed(task, unmerged, tmp_path):
+    flags = [*task, *UNMERGED, "--save", str(tmp_path / "save")]
+    run_here([*flags, "--num-rollout", "2"], tmp_path / "run")
+    rows = run_here([*flags, "--load", str(tmp_path / "save")], tmp_path / "run")
+    assert list(map(training_metrics, rows)) == list(map(training_metrics, unmerged))

@@ -28,6 +28,14 @@ def check_arguments(arguments: Arguments) -> None:
             "--ref-update-interval does not work with LoRA, whose reference policy is the model"
             " without adapters; remove it."
         )
+    if (
+        arguments.megatron.rollout_lora == "unmerged"
+        and arguments.rollout.rollout_engine != "local"
+    ):
+        raise ValueError(
+            "--rollout-lora unmerged needs --rollout-engine local: servers get merged weights;"
+            " remove it."
+        )
     rounding = arguments.rollout.weight_update_rounding
     precision = arguments.megatron.precision
     is_quantized = arguments.rollout.rollout_precision in ("fp8", "int8", "int4")

@@ -142,6 +142,11 @@ class MegatronConfig:
     lora_adapter_path: str | None = lora_option(None, metavar="DIR")
     """Directory of a LoRA adapter of PEFT, which is trained further, instead of lora_rank,
     lora_alpha and lora_target_modules."""
+    rollout_lora: Literal["merged", "unmerged"] = lora_option(
+        "merged", needs=("--lora-rank", "--lora-adapter-path")
+    )
+    """How the rollout engine gets the adapter: merged into its weights, or, for rollout_engine
+    local, beside them, so that nothing of it is rounded away."""
     merge_lora: bool = lora_option(False, needs=("--save-hf",))
     """Write the merged model to save_hf, and the adapter to a second directory, save_hf with
     -adapter at its end."""

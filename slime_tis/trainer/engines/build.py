@@ -40,6 +40,7 @@ def build_engine(
         precision=config.rollout_precision,
         router_bits=config.rollout_router_bits,
         kernels=host.kernels,
+        lora_scale=host.lora_scale,
         device=host.device,
         check_interrupts=host.check_interrupts,
     )

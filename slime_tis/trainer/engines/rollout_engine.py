@@ -30,6 +30,8 @@ class EngineHost:
     output_dir: Path
     kernels: Kernels | None = None
     """Operations that training shares, see --true-on-policy."""
+    lora_scale: float | None = None
+    """Scale of LoRA adapters that are sent unmerged; None if all weights are sent."""
     device: torch.device | str = "cpu"
     check_interrupts: Callable[[], None] = lambda: None
     """Called while the engine samples or waits; raises to end the rollout."""

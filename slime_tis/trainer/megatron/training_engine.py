@@ -47,7 +47,7 @@ from slime_tis.trainer.megatron.log_probs import (
     vocab_parallel_log_probs,
 )
 from slime_tis.trainer.megatron.lora import without_adapters
-from slime_tis.trainer.megatron.lora_weights import load_adapter
+from slime_tis.trainer.megatron.lora_weights import load_adapter, named_adapter_tensors
 from slime_tis.trainer.megatron.memory import (
     TokenBudget,
     bytes_per_token,
@@ -392,6 +392,10 @@ class TrainingEngine:
     def named_hf_tensors(self, *, rounds_merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yields complete weights under Hugging Face names; a collective (see hf_weights)."""
         return named_hf_tensors(self.model, self.parallel, rounds_merged=rounds_merged)
+
+    def named_adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields complete A and B of LoRA adapters by PEFT's names; a collective."""
+        return named_adapter_tensors(self.model, self.parallel)
 
     def _load_weights(self, keep_reference: bool) -> dict[str, Tensor] | None:
         """Loads the policy's weights.

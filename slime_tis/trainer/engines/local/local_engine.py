@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError, first_line
+from slime_tis.peft_directory import TENSOR
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, check_room
 from slime_tis.trainer.engines.event_loops import CANCELLED, cancel_and_wait, run
 from slime_tis.trainer.engines.function_requests import (
@@ -44,6 +45,7 @@ from slime_tis.trainer.engines.local.token_sampling import (
     log_softmax,
     prompt_uniforms,
 )
+from slime_tis.trainer.engines.local.unmerged_adapters import UnmergedAdapters
 from slime_tis.trainer.engines.rollout_engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
@@ -119,10 +121,23 @@ class LocalEngine:
         precision: Precision = "fp32",
         router_bits: int | None = None,
         kernels: Kernels | None = None,
+        lora_scale: float | None = None,
         device: torch.device | str = "cpu",
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
-        """Loads the model, with the operations of training if `kernels` are given."""
+        """Loads the model.
+
+        Args:
+            hf_checkpoint: Directory of the model.
+            tokenizer: Its tokenizer.
+            precision: Precision of the weights.
+            router_bits: Rounds routers to this number of bits; None does not round them.
+            kernels: Operations of training; None for transformers' own.
+            lora_scale: Scale of LoRA adapters. Weight updates then have A and B by PEFT's names,
+                and the model's weights stay. None if updates have all weights.
+            device: Device of the model.
+            check_interrupts: Called while the engine samples.
+        """
         self.weight_version = 0
         self._serves_functions = False
         self._tokenizer = tokenizer
@@ -136,6 +151,9 @@ class LocalEngine:
         else:
             use_fast_linear_layers(self._model)
         self._weights = weights_by_file_name(self._model)
+        self._adapters: UnmergedAdapters | None = None
+        if lora_scale is not None:
+            self._adapters = UnmergedAdapters(self._model, lora_scale)
         self._precision: Precision = precision
         self._roundings = roundings(self._model, precision, router_bits)
         for name in self._roundings:
@@ -218,7 +236,7 @@ class LocalEngine:
         return groups
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Loads all weights and rounds them.
+        """Loads all weights and rounds them, or loads the adapters.
 
         Raises:
             ValueError: A weight is unknown, missing or of another shape.
@@ -229,6 +247,11 @@ class LocalEngine:
                 "weights cannot change while functions use the local engine; update them"
                 " afterwards."
             )
+        if self._adapters is not None:
+            for name, tensor in source():
+                self._adapters.assign(name, tensor)
+            self.weight_version = version
+            return
         arrived = set()
         for name, tensor in source():
             held = self._weights.get(name)
@@ -259,9 +282,11 @@ class LocalEngine:
         rounding = ROUNDINGS.get(self._precision)
         if rounding is not None and self._roundings.get(name) is rounding:
             return self._precision
+        precisions = {dtype: precision for precision, dtype in DTYPES.items()}
+        if self._adapters is not None and TENSOR.fullmatch(name):
+            return precisions[self._adapters.dtype]
         if name not in self._weights:
             return "fp32"
-        precisions = {dtype: precision for precision, dtype in DTYPES.items()}
         return precisions[self._weights[name].dtype]
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
@@ -270,6 +295,8 @@ class LocalEngine:
         # Looked up in the model: a tied output layer can have become a stale copy.
         output_layer = {OUTPUT_LAYER: self._model.get_output_embeddings().weight}
         held = self._weights | output_layer
+        if self._adapters is not None:
+            held |= self._adapters.tensors()
         wrong = []
         for name, rows in sent.items():
             if self._roundings.get(name) not in (None, rounding):
@@ -325,6 +352,9 @@ class LocalEngine:
     def save_weights(self, directory: Path) -> None:
         """Writes the rounded weights into a checkpoint."""
         tensors = {name: weight.cpu() for name, weight in self._tensors()}
+        if self._adapters is not None:
+            adapters = self._adapters.tensors()
+            tensors = {name: weight.cpu() for name, weight in adapters.items()}
         save_file(tensors, directory / ROLLOUT_WEIGHTS)
 
     def load_weights(self, directory: Path, version: int) -> None:
@@ -336,6 +366,11 @@ class LocalEngine:
         path = directory / ROLLOUT_WEIGHTS
         try:
             with safe_open(str(path), "pt") as file, torch.no_grad():
+                if self._adapters is not None:
+                    for name in file.keys():  # noqa: SIM118  (the file is no dictionary)
+                        self._adapters.assign(name, file.get_tensor(name))
+                    self.weight_version = version
+                    return
                 for name, weight in self._tensors():
                     weight.copy_(file.get_tensor(name))
         # `copy_` raises RuntimeError if the file's tensor has another shape.
