@@ -18,6 +18,8 @@ Layout = Literal[
     "fused_qkv",
     "gated",
     "fused_gated",
+    "transposed",
+    "alternating",
 ]
 """How a weight is split over tensor-parallel ranks: a key of `hf_weights.LAYOUTS`."""
 
@@ -30,6 +32,8 @@ class FileTensor:
     """Name within its layer; {expert} stands for the number of a routed expert."""
     shape: tuple[str, ...]
     """Keys of `hf_tensors.dimensions`."""
+    stacks_experts: bool = False
+    """Whether it has all routed experts of the layer, along its first dimension."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Attention:
     """RMSNorm on queries and keys, or the field of config.json with this flag."""
     qk_norm_over: Literal["head", "all_heads"] = "head"
     """Features over which a norm of queries or keys takes the mean square."""
+    sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax and has no value."""
     turns_neighbors: bool | str = False
     """Whether the rotary embedding turns the features 2i and 2i + 1 instead of i and i + d/2, or
     the field of config.json with this flag."""
@@ -75,16 +81,18 @@ class Attention:
 class Experts:
     """Layers with a router and experts; the fields are names in config.json."""
 
-    router: Literal["softmax", "greedy_softmax", "sigmoid"] = "softmax"
-    """How scores are computed. A softmax follows `norm_topk_prob`; a greedy one keeps the scores of
-    the chosen experts and scales them. Sigmoid routers choose by score and bias, may have groups,
-    and scale."""
+    router: Literal["softmax", "chosen_softmax", "greedy_softmax", "sigmoid"] = "softmax"
+    """How scores are computed. A softmax follows `norm_topk_prob`; one over the chosen experts does
+    not; a greedy one keeps the scores of the chosen experts and scales them. Sigmoid routers choose
+    by score and bias, may have groups, and scale."""
     count: str = "num_experts"
     """Field with the number of routed experts."""
-    sparse_layers: Literal["decoder_sparse_step", "first_k_dense_replace", "mlp_layer_types"] = (
-        "decoder_sparse_step"
-    )
-    """Field that decides which layers have experts."""
+    size: str = "moe_intermediate_size"
+    """Field with the inner size of a routed expert."""
+    sparse_layers: Literal[
+        "decoder_sparse_step", "first_k_dense_replace", "mlp_layer_types", "all"
+    ] = "decoder_sparse_step"
+    """Field that decides which layers have experts, or all of them."""
     shared_count: str | None = None
     """Field with the number of shared experts, each as large as a routed expert."""
     shared_size: str | None = None
@@ -114,8 +122,10 @@ class Family:
     """Whether the inputs or the outputs of attention and MLP are normalized."""
     norm_offset: float = 0.0
     """Number that norms add to their weights."""
-    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    """Activation of the gate in MLPs."""
+    activation: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"] = "silu"
+    """Activation of the gate in MLPs. The clamped one is gpt-oss'."""
+    biases: bool = False
+    """Biases on the output projection, routers and experts, besides queries, keys and values."""
     activation_field: str = "hidden_act"
     """Field with the name of the activation."""
     scales_embeddings: bool = False
@@ -148,6 +158,14 @@ def attention_windows(hf: Any) -> tuple[int | None, ...]:
     window = None if field is None else getattr(hf, field)
     types = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def stacks_experts(hf: Any) -> bool:
+    """Returns whether files have one tensor with all routed experts of a layer."""
+    for weight in family_of(hf).weights.values():
+        if any(tensor.stacks_experts for tensor in weight.tensors):
+            return True
+    return False
 
 
 def layer_weights(hf: Any, *, is_sparse: bool) -> dict[str, Weight]:
@@ -291,6 +309,12 @@ LATENT_ATTENTION: Mapping[str, Weight] = {
     ),
 }
 """Multi-head latent attention, with megatron-core's names."""
+
+
+def _stack(layout: Layout, name: str, *shape: str) -> Weight:
+    """Returns the weight of one expert, which is a part of a tensor with all experts."""
+    return Weight(layout, (FileTensor(name, ("experts", *shape), stacks_experts=True),))
+
 
 FUSED_QKV: Mapping[str, Weight] = {
     "self_attention.linear_qkv.weight": _weight(
@@ -483,6 +507,43 @@ FAMILIES: Mapping[str, Family] = {
             **EXPERTS,
             **SELECTION_BIAS,
             **SHARED_EXPERTS,
+        },
+    ),
+    "GptOssForCausalLM": Family(
+        title="gpt-oss",
+        model_type="gpt_oss",
+        rotary_class=ROTARY.format("gpt_oss", "GptOss"),
+        attention=Attention(qkv_bias=True, sinks=True, window="sliding_window"),
+        experts=Experts(
+            router="chosen_softmax",
+            count="num_local_experts",
+            size="intermediate_size",
+            sparse_layers="all",
+        ),
+        activation="clamped_swiglu",
+        biases=True,
+        weights={
+            **PRE_NORMS,
+            **ATTENTION,
+            **QKV_BIAS,
+            "self_attention.core_attention.sinks": _weight("columns", "self_attn.sinks", "heads"),
+            "self_attention.linear_proj.bias": _weight(
+                "replicated", "self_attn.o_proj.bias", "hidden"
+            ),
+            "mlp.router.weight": _weight("replicated", "mlp.router.weight", "experts", "hidden"),
+            "mlp.router.bias": _weight("replicated", "mlp.router.bias", "experts"),
+            "mlp.experts.local_experts.*.linear_fc1.weight": _stack(
+                "alternating", "mlp.experts.gate_up_proj", "hidden", "expert_gate_up"
+            ),
+            "mlp.experts.local_experts.*.linear_fc1.bias": _stack(
+                "alternating", "mlp.experts.gate_up_proj_bias", "expert_gate_up"
+            ),
+            "mlp.experts.local_experts.*.linear_fc2.weight": _stack(
+                "transposed", "mlp.experts.down_proj", "expert_inner", "hidden"
+            ),
+            "mlp.experts.local_experts.*.linear_fc2.bias": _stack(
+                "replicated", "mlp.experts.down_proj_bias", "hidden"
+            ),
         },
     ),
     "DeepseekV2ForCausalLM": Family(

@@ -193,6 +193,8 @@ def moe_layers(hf: Any) -> list[int]:
     experts = family_of(hf).experts
     if experts is None:
         return []
+    if experts.sparse_layers == "all":
+        return list(range(hf.num_hidden_layers))
     if experts.sparse_layers == "mlp_layer_types":
         return [layer for layer, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"]
     if experts.sparse_layers == "first_k_dense_replace":
@@ -220,7 +222,7 @@ def moe_sizes(hf: Any) -> MoeSizes | None:
         layers=tuple(layers),
         num_experts=getattr(hf, experts.count),
         top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
+        intermediate_size=getattr(hf, experts.size),
         shared_intermediate_size=shared,
     )
 
@@ -236,7 +238,7 @@ def _moe_problem(hf: Any) -> str:
         problem = _sigmoid_router_problem(hf, sizes)
     elif experts.router == "greedy_softmax":
         problem = _greedy_router_problem(hf)
-    elif sizes.top_k == 1 and hf.norm_topk_prob:
+    elif experts.router == "softmax" and sizes.top_k == 1 and hf.norm_topk_prob:
         problem = "norm_topk_prob true with num_experts_per_tok 1, whose router has no gradient"
     if not problem and sizes.top_k > sizes.num_experts:
         problem = f"num_experts_per_tok {sizes.top_k}, of {sizes.num_experts} experts"

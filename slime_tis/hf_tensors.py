@@ -147,6 +147,7 @@ def dimensions(hf: Any) -> dict[str, int]:
     if moe is not None:
         sizes["experts"] = moe.num_experts
         sizes["expert_inner"] = moe.intermediate_size
+        sizes["expert_gate_up"] = 2 * moe.intermediate_size
         sizes["shared_inner"] = moe.shared_intermediate_size or 0
     return sizes
 
@@ -158,6 +159,7 @@ def _grouped_dimensions(hf: Any) -> dict[str, int]:
     groups = hf.num_key_value_heads
     return {
         "head": head,
+        "heads": heads,
         "queries": heads * head,
         "keys": groups * head,
         "qkv": (heads + 2 * groups) * head,

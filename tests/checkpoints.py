@@ -19,6 +19,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -52,6 +54,7 @@ FAMILIES = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
@@ -101,6 +104,7 @@ LATENT_SIZES = {
 }
 DEEPSEEK_V3_SIZES = {**LATENT_SIZES, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MOE_SIZES = {
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 6},
     "deepseek_v2": {**LATENT_SIZES, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v3": DEEPSEEK_V3_SIZES,
     "kimi_k2": DEEPSEEK_V3_SIZES,
@@ -164,6 +168,8 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.1, generator=generator)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 0.3, generator=generator)
             elif "norm" in name:
                 parameter.normal_(norm_mean, 0.1, generator=generator)
         for name, buffer in model.named_buffers():

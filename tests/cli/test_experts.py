@@ -67,6 +67,16 @@ REFUSED = {
         2,
         "shared expert is 25",
     ),
+    "experts with biases over ranks": (
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "num_local_experts": 6,
+        },
+        TENSOR_2,
+        2,
+        "experts with biases need 1",
+    ),
     "ranks": ({}, f"{TENSOR_2} --expert-model-parallel-size 2", 2, "world size is 2"),
     "sglang, tied": ({"tie_word_embeddings": True}, ENGINE, 1, "ties embeddings"),
     "sglang, first layer dense": ({"mlp_only_layers": [0]}, ENGINE, 1, "dense layers"),

@@ -55,6 +55,7 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt_oss, sinks, windows, biases": ("gpt_oss", {}),
     "deepseek_v2, queries without latent vectors": (
         "deepseek_v2",
         {"q_lora_rank": None, "n_shared_experts": 2},

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_tis.hf_tensors import tensor_files
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.batch import fixed_partition, make_batch, shard
 from slime_tis.trainer.megatron.hf_weights import named_weights, replaced_weights
@@ -85,14 +86,21 @@ def transformers_gradients(directory: Path, samples: Samples) -> dict[str, Tenso
     gradients = {
         name: value.grad for name, value in model.named_parameters() if value.grad is not None
     }
-    return dict(_per_expert(gradients))
+    return dict(_per_expert(gradients, tensor_files(directory)))
 
 
-def _per_expert(gradients: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Splits the experts of a layer, which transformers 5 stacks in memory but not in files."""
+def _per_expert(
+    gradients: Mapping[str, Tensor], files: Mapping[str, Path]
+) -> Iterator[tuple[str, Tensor]]:
+    """Splits the experts of a layer, which transformers 5 stacks in memory but not in most files.
+
+    `files` has the names in the files.
+    """
     for name, gradient in gradients.items():
         prefix, _, part = name.rpartition(".experts.")
-        if part == "gate_up_proj":
+        if name in files:
+            yield name, gradient
+        elif part == "gate_up_proj":
             for expert, (gate, up) in enumerate(matrix.chunk(2) for matrix in gradient):
                 yield f"{prefix}.experts.{expert}.gate_proj.weight", gate
                 yield f"{prefix}.experts.{expert}.up_proj.weight", up

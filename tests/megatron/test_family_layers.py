@@ -1,11 +1,16 @@
 """Layers that only some families have, and checkpoints of their weights on two ranks."""
 
+import math
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron import checkpoint_saving, sharded_checkpoint
 from slime_tis.trainer.megatron.batch import make_batch
-from slime_tis.trainer.megatron.layers import neighbors_apart, windowed
+from slime_tis.trainer.megatron.family_layers import ClampedSwiGLU
+from slime_tis.trainer.megatron.layers import attention_with_sinks, neighbors_apart, windowed
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import likelihood, on_ranks
@@ -61,3 +66,29 @@ def test_latent_attention_is_resumed_on_two_ranks(tmp_path):
     make_checkpoint(tmp_path / "model", "deepseek_v3")
     layout = TENSOR_2 | {"sequence_parallel": True}
     on_ranks(resumes_with_equal_weights, tmp_path, layout)
+
+
+def test_sinks_are_resumed_on_two_ranks(tmp_path):
+    make_checkpoint(tmp_path / "model", "gpt_oss")
+    layout = TENSOR_2 | {"sequence_parallel": True, "expert_tensor_parallel_size": 1}
+    on_ranks(resumes_with_equal_weights, tmp_path, layout)
+
+
+def test_a_sink_takes_its_share_of_the_softmax():
+    query = torch.tensor([[[[1.0, 0.0]]]])
+    key = torch.tensor([[[[2.0, 0.0], [0.0, 3.0]]]])
+    value = torch.tensor([[[[10.0, 0.0], [0.0, 10.0]]]])
+    every_key = torch.ones(1, 1, 1, 2, dtype=torch.bool)
+    sinks = torch.tensor([1.0])
+    output = attention_with_sinks(query, key, value, every_key, sinks, 0.5)
+    # logits: sink 1, keys 0.5 * 2 and 0
+    total = 2 * math.e + 1
+    expected = torch.tensor([10 * math.e / total, 10 / total])
+    torch.testing.assert_close(output[0, 0, 0], expected)
+
+
+def test_the_clamped_activation_of_large_values():
+    activation = ClampedSwiGLU(SimpleNamespace(), alpha=1.0, limit=7.0)
+    # gate 9 becomes 7, up -9 becomes -7
+    expected = 7 / (1 + math.exp(-7)) * (-7 + 1)
+    assert activation(torch.tensor([9.0, -9.0])).item() == pytest.approx(expected)

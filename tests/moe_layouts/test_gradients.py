@@ -13,6 +13,8 @@ FAMILY_MODELS_WITH_EXPERTS = (
     "deepseek_v3, YaRN, groups",
     "glm4_moe_lite",
 )
+STACKED: dict[str, tuple[str, dict[str, Any]]] = {"gpt_oss": ("gpt_oss", {})}
+"""Experts with biases, which tensor-parallel ranks do not divide."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, tied, first layer dense": (
         "qwen3_moe",
@@ -50,3 +52,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=list(LAYOUTS))
 def test_every_gradient_of_experts(ranks, layout, tmp_path):
     assert differing_gradients(tmp_path, MODELS, layout, ranks, OPTIONS) == {}
+
+
+WHOLE_LAYOUTS = {
+    "experts": LAYOUTS["experts"],
+    "tensor, whole experts": LAYOUTS["tensor, whole experts"],
+    "tensor and experts": LAYOUTS["tensor and experts"],
+    "context": LAYOUTS["context"],
+    "pipeline": LAYOUTS["pipeline"],
+}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), WHOLE_LAYOUTS.values(), ids=list(WHOLE_LAYOUTS))
+def test_every_gradient_of_experts_with_biases(ranks, layout, tmp_path):
+    assert differing_gradients(tmp_path, STACKED, layout, ranks, OPTIONS) == {}

@@ -49,6 +49,7 @@ FAMILIES = [
     "mimo",
     "glm4",
     "gemma3",
+    "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",

@@ -199,6 +199,14 @@ def layout_problems(
             "--tensor-model-parallel-size needs --sequence-parallel for mixtures of experts;"
             " add it."
         )
+    tensor_size = megatron.tensor_model_parallel_size
+    expert_tensor_size = megatron.expert_tensor_parallel_size or tensor_size
+    if FAMILIES[model["architectures"][0]].biases and expert_tensor_size > 1:
+        # megatron-core adds the bias of an expert on each of its ranks
+        yield (
+            "--expert-tensor-parallel-size (unset: --tensor-model-parallel-size) is"
+            f" {expert_tensor_size} but experts with biases need 1; set it to 1."
+        )
     if world_size % megatron.expert_parallel_size:
         yield (
             f"the world size is {world_size} but --expert-model-parallel-size ×"

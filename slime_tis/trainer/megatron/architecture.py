@@ -40,7 +40,12 @@ from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.invariant.self_check import Kernels, ModelShapes
 from slime_tis.trainer.matrix_products import prefers_onednn
-from slime_tis.trainer.megatron.family_layers import AllHeadsNorm, NormThenAdd
+from slime_tis.trainer.megatron.family_layers import (
+    AllHeadsNorm,
+    ClampedSwiGLU,
+    ExpertRowLinear,
+    NormThenAdd,
+)
 from slime_tis.trainer.megatron.fast_layers import use_fast_products
 from slime_tis.trainer.megatron.invariant_layers import use_invariant_operations
 from slime_tis.trainer.megatron.latent_attention import LatentAttention, LatentSizes
@@ -182,7 +187,9 @@ def read_hf_config(directory: str | Path) -> HfConfig:
         unsupported.append("attention_bias")
     used = [field for field in unsupported if getattr(hf, field, False)]
     family = family_of(hf)
-    activations = ("silu", "swish") if family.activation == "silu" else (family.activation,)
+    activations: tuple[str, ...] = ("silu", "swish")
+    if family.activation == "gelu_pytorch_tanh":
+        activations = (family.activation,)
     if getattr(hf, family.activation_field) not in activations:
         used.insert(0, family.activation_field)
     if used:
@@ -272,7 +279,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        add_bias_linear=family.biases,
         add_qkv_bias=flag_value(hf, family.attention.qkv_bias),
         qk_layernorm=has_qk_norm and not over_all_heads,
         norms_all_heads=has_qk_norm and over_all_heads,
@@ -340,7 +347,8 @@ def _moe_options(hf: Any) -> dict[str, Any]:
     if experts.router != "sigmoid":
         options["moe_router_score_function"] = "softmax"
         # Normalized weights are a softmax over the chosen experts, others one over all experts.
-        options["moe_router_pre_softmax"] = not hf.norm_topk_prob
+        is_over_chosen = experts.router == "chosen_softmax" or hf.norm_topk_prob
+        options["moe_router_pre_softmax"] = not is_over_chosen
         if experts.router == "greedy_softmax":
             options["moe_router_topk_scaling_factor"] = hf.routed_scaling_factor
         return options
@@ -481,9 +489,7 @@ def _torch_layer_spec(config: ModelConfig, num_experts: int | None, norm: Any) -
     return layer
 
 
-def _use_family_layers(
-    layer: ModuleSpec, config: ModelConfig, hf: HfConfig, parallel: Parallel
-) -> None:
+def _use_family_layers(layer: ModuleSpec, config: ModelConfig, hf: Any, parallel: Parallel) -> None:
     """Changes the specification of a layer where the family differs from Llama."""
     family = family_of(hf)
     attention = layer.submodules.self_attention.submodules
@@ -498,8 +504,13 @@ def _use_family_layers(
         spec.module = LatentAttention
         spec.params = {**spec.params, "sizes": latent_sizes(hf)}
     mlp = layer.submodules.mlp
-    if family.activation != "silu":
+    if family.activation == "gelu_pytorch_tanh":
         mlp.params = {**(mlp.params or {}), "activation": family.activation}
+    if family.activation == "clamped_swiglu":
+        params = {"alpha": hf.swiglu_alpha, "limit": hf.swiglu_limit}
+        mlp.submodules.experts.submodules.activation_func = ModuleSpec(ClampedSwiGLU, params=params)
+    if family.biases:
+        mlp.submodules.experts.submodules.linear_fc2 = ExpertRowLinear
     if family.norms == "outputs":
         layer.submodules.input_layernorm = IdentityOp
         layer.submodules.pre_mlp_layernorm = IdentityOp
@@ -563,6 +574,7 @@ def attention_traits(hf: Any) -> tuple[AttentionTraits, ...]:
             rotary_kind=rotary_kinds[layer],
             turns_neighbors=flag_value(hf, attention.turns_neighbors),
             window=windows[layer],
+            sinks=attention.sinks,
         )
         for layer in layers
     )

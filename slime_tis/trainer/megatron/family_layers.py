@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -90,3 +92,40 @@ class AllHeadsNorm(nn.Module):
             {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
         )
         return parts
+
+
+class ClampedSwiGLU(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """gate · σ(α · gate) · (up + 1), with gate ≤ limit and |up| ≤ limit.
+
+    Source: gpt-oss, gpt_oss/torch/model.py, swiglu.
+    """
+
+    def __init__(self, config: TransformerConfig, alpha: float, limit: float) -> None:
+        super().__init__(config=config)
+        self.alpha = alpha
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 2·inner] → [..., inner]."""
+        gate, up = x.chunk(2, -1)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        output: Tensor = gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        return output
+
+
+class ExpertRowLinear(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """The second linear layer of an expert, with a bias."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Without these, megatron-core would count the bias on one tensor-parallel rank only, and
+        # sum the gradients of different experts over these ranks.
+        self.bias.tensor_model_parallel = True
+        self.bias.sequence_parallel = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[tokens, inner] → [tokens, hidden], and the bias."""
+        output, bias = super().forward(x)
+        # megatron-core's MLP adds the bias in place, which autograd forbids for a view.
+        return output.clone(), bias

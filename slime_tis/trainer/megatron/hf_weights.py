@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.families import MODEL_WEIGHTS, family_of
+from slime_tis.families import MODEL_WEIGHTS, family_of, stacks_experts
 from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_tensors import check_tensors, tensor_files
 from slime_tis.trainer.megatron.architecture import HfConfig, Model
@@ -92,6 +92,26 @@ def _split_fused_gated(tensors: list[Tensor], rank: int, size: int, hf: HfConfig
     return _split_gated(list(tensors[0].chunk(2)), rank, size, hf)
 
 
+def _split_alternating(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
+    """Returns the weight of an expert of gpt-oss: gate, then up.
+
+    The file has [in, 2·inner] with gate and up in turns, or a bias [2·inner]. Ranks do not divide
+    these experts.
+    """
+    gate_then_up = torch.cat([tensors[0][..., ::2], tensors[0][..., 1::2]], -1)
+    if gate_then_up.dim() == 1:
+        return gate_then_up
+    return gate_then_up.mT
+
+
+def _join_alternating(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
+    """Returns the file's tensor of a stack of experts; the inverse of `_split_alternating`."""
+    stack = shards[0]  # weights [experts, 2·inner, in], or biases [experts, 2·inner]
+    if stack.dim() == 3:
+        stack = stack.mT
+    return [stack.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)]
+
+
 # "rows" and "gated" count dimensions from the last one, because experts are joined in a stack
 # [experts, out, in].
 LAYOUTS = {
@@ -108,6 +128,11 @@ LAYOUTS = {
     "qkv": Layout(_split_qkv, _join_qkv),
     "fused_qkv": Layout(_split_fused_qkv, lambda shards, hf: [torch.cat(_join_qkv(shards, hf))]),
     "gated": Layout(_split_gated, _join_gated),
+    "transposed": Layout(
+        lambda t, rank, size, hf: t[0].mT,
+        lambda shards, hf: [shards[0].mT],
+    ),
+    "alternating": Layout(_split_alternating, _join_alternating),
     "fused_gated": Layout(
         _split_fused_gated, lambda shards, hf: [torch.cat(_join_gated(shards, hf))]
     ),
@@ -157,6 +182,14 @@ class HfTensors:
         self.files = tensor_files(directory)
 
     def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """Returns a tensor, or one expert of a tensor with all experts.
+
+        Raises:
+            ValueError: The tensor cannot be read, or has NaN or infinity.
+        """
         from safetensors import SafetensorError, safe_open
 
         if name == "lm_head.weight" and self.tied:
@@ -164,7 +197,11 @@ class HfTensors:
         path = self.files[name]
         try:
             with safe_open(str(path), "pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                tensor: Tensor
+                if expert is None:
+                    tensor = file.get_tensor(name)
+                else:
+                    tensor = file.get_slice(name)[expert]
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{path}: the tensor {name} cannot be read ({first_line(error)})."
@@ -195,7 +232,11 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
         else:
             rank = parallel.expert_tensor_rank
             size = parallel.expert_tensor_size
-        complete = [tensors[source] for source in sources]
+        local_expert = EXPERT.search(name)
+        expert = None
+        if local_expert is not None and stacks_experts(hf):
+            expert = first_expert + int(local_expert[0])
+        complete = [tensors.read(source, expert) for source in sources]
         shard = layout.split(complete, rank, size, hf)
         if shard.shape != parameter.shape:
             raise ValueError(
@@ -224,7 +265,7 @@ def named_hf_tensors(
     for stage in range(parallel.pipeline_size):
         mine = stage == parallel.pipeline_rank
         first_layer = stage * (model.config.num_layers // parallel.pipeline_size)
-        batches = _gathering_order(weights, parallel) if mine else []
+        batches = _gathering_order(weights, model, parallel) if mine else []
         for names in parallel.broadcast_from_stage(batches, stage):
             if names == ["output_layer.weight"] and model.hf_config.tie_word_embeddings:
                 continue
@@ -281,18 +322,22 @@ def replaced_weights(module: torch.nn.Module, weights: dict[str, Tensor]) -> Ite
         assign(previous)
 
 
-def _gathering_order(weights: dict[str, Tensor], parallel: Parallel) -> list[list[str]]:
+def _gathering_order(
+    weights: dict[str, Tensor], model: Model, parallel: Parallel
+) -> list[list[str]]:
     """Returns the names of this rank's weights in the batches in which they are gathered.
 
-    Experts' weights with the same role are gathered together, other weights one by one.
+    Experts' weights with the same role are gathered together, other weights one by one. If the file
+    has one tensor for all experts of a layer, they are in one batch.
     """
+    are_stacked = stacks_experts(model.hf_config)
     by_role: dict[str, list[str]] = {}
     for name in weights:
         by_role.setdefault(EXPERT.sub("*", name), []).append(name)
     batches = []
     for names in by_role.values():
         gathered = weights[names[0]].nbytes * parallel.expert_size * parallel.expert_tensor_size
-        size = max(GATHERED_BYTES // gathered, 1)
+        size = max(GATHERED_BYTES // gathered, len(names) if are_stacked else 1)
         batches += [names[start : start + size] for start in range(0, len(names), size)]
     return batches
 
@@ -320,7 +365,12 @@ def _under_hf_names(
     names: Sequence[str], tensors: list[Tensor], model: Model, parallel: Parallel, first_layer: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields each tensor of `_gather_shards` with its name, in the order of experts' owners."""
-    owners = 1 if EXPERT.search(names[0]) is None else parallel.expert_size
+    is_expert = EXPERT.search(names[0]) is not None
+    if is_expert and stacks_experts(model.hf_config):
+        _, targets = rule(names[0], model.hf_config, first_layer)
+        yield from zip(targets, tensors, strict=True)
+        return
+    owners = parallel.expert_size if is_expert else 1
     for index, (owner, name) in enumerate(product(range(owners), names)):
         first_expert = _first_expert(model, parallel, owner)
         _, targets = rule(name, model.hf_config, first_layer, first_expert)

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -40,6 +41,8 @@ class AttentionTraits:
     """Whether the rotary embedding turns the features 2i and 2i + 1 instead of i and i + d/2."""
     window: int | None = None
     """Number of last tokens, itself included, that a token sees; None for all."""
+    sinks: bool = False
+    """Whether each head has a learned logit in the softmax, without a value."""
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
@@ -73,6 +76,12 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         super().__init__(config=config)
         self.traits = traits[layer_number - 1] if traits else AttentionTraits()
         self.softmax_scale = softmax_scale
+        self.sinks: nn.Parameter | None = None
+        if self.traits.sinks:
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            # megatron-core's gradient norm then counts the sinks of every rank
+            self.sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.invariant = invariant
         self.context_group = pg_collection.cp
 
@@ -129,14 +138,68 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             seen = None if mask is None else mask[:, 0]
             return operations.attention(query, key, value, seen, scale)
         queries_per_group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(queries_per_group, 1)
+        value = value.repeat_interleave(queries_per_group, 1)
+        if self.sinks is not None:
+            return attention_with_sinks(query, key, value, mask, self.sinks, self.softmax_scale)
         return F.scaled_dot_product_attention(
             query,
-            key.repeat_interleave(queries_per_group, 1),
-            value.repeat_interleave(queries_per_group, 1),
+            key,
+            value,
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.softmax_scale,
         )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Returns the sinks as one of the parts that tensor-parallel ranks save and load."""
+        if self.sinks is None:
+            return {}
+        parts: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"sinks": self.sinks}, prefix, {"sinks": 0}, sharded_offsets
+        )
+        return parts
+
+
+def attention_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """Returns softmax([s, scale · q·k]) · [0, v], with a sink s for each head.
+
+    The sink is a first key with one more feature: the query's is 1 and the key's is s / scale. Then
+    torch's fast attention computes the formula and its gradient.
+
+    Source: "gpt-oss-120b & gpt-oss-20b Model Card" (https://arxiv.org/abs/2508.10925), section 2.3.
+
+    Args:
+        query: [rows, heads, Lq, d].
+        key: [rows, heads, Lk, d].
+        value: [rows, heads, Lk, d].
+        mask: [rows, 1, Lq, Lk], or None for causal attention.
+        sinks: [heads] logits.
+        scale: Factor on products of queries and keys; None for d^(-1/2).
+    """
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if mask is None:
+        index = torch.arange(key.shape[-2], device=key.device)
+        mask = (index <= index[:, None])[None, None]
+    sink_feature = (sinks / scale)[:, None, None]
+    sink = F.pad(sink_feature, (key.shape[-1], 0)).expand(len(key), -1, -1, -1)
+    return F.scaled_dot_product_attention(
+        F.pad(query, (0, 1), value=1.0),
+        torch.cat([sink, F.pad(key, (0, 1))], -2),
+        F.pad(value, (0, 0, 1, 0)),
+        attn_mask=F.pad(mask, (1, 0), value=True),
+        scale=scale,
+    )
 
 
 def windowed(mask: Tensor | None, window: int, key: Tensor) -> Tensor:
@@ -404,7 +467,8 @@ class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
 
         megatron-core's method needs transformer-engine.
         """
-        return F.linear(input.float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoeRouter":
         """Moves the router; its bias stays float32 when the parameters become bfloat16."""

@@ -187,7 +187,7 @@ ARCHITECTURES: Mapping[str, str] = {
 """Architectures that Megatron's flags do not tell, by the beginning of the directory's name."""
 
 OTHER_FAMILIES = re.compile(
-    r"(kimi-(?!k2)|kimi-k2\.|deepseek-v2(?!-lite)|deepseek-v3\.2|deepseek-v[4-9]|gpt-oss|"
+    r"(kimi-(?!k2)|kimi-k2\.|deepseek-v2(?!-lite)|deepseek-v3\.2|deepseek-v[4-9]|"
     r"gemma-?[124]|gemma-?3n|gemma-?3-(4b|12b|27b)|mimo-v|minimax|nemotron|qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
     r"glm-?5|mistral-small-3\.[1-9]|mistral-large|mixtral|"
     r"phi-[1-3]|phi-4-(mini|multimodal)|olmoe)"

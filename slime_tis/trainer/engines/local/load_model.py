@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.errors import first_line
+from slime_tis.families import family_of, stacks_experts
 from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_model import load_causal_lm
 
@@ -71,13 +72,16 @@ def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
     hidden] and `down_proj` [experts, hidden, inner]. Files and serving engines have three matrices
     per expert.
     """
+    are_stacked = has_stacked_experts(model)
     persistent = model.state_dict().keys()
     weights: dict[str, Tensor] = {}
     # Duplicates are kept: a tied output layer has a name too.
     parameters = model.named_parameters(remove_duplicate=False)
     for name, weight in chain(parameters, model.named_buffers()):
         layer = name.rpartition(".")[0]
-        if name.endswith(".experts.gate_up_proj"):
+        if are_stacked and name in persistent:
+            weights[name] = weight
+        elif name.endswith(".experts.gate_up_proj"):
             for i, expert in enumerate(weight):
                 gate, up = expert.chunk(2)
                 weights[f"{layer}.{i}.gate_proj.weight"] = gate
@@ -90,12 +94,22 @@ def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
     return weights
 
 
+def has_stacked_experts(model: PreTrainedModel) -> bool:
+    """Returns whether files of the model have one tensor with all experts of a layer."""
+    return family_of(model.config).experts is not None and stacks_experts(model.config)
+
+
 def linear_weight_names(model: PreTrainedModel) -> frozenset[str]:
     """Returns the checkpoint names of the weights that 8-bit and 4-bit engines round.
 
     These are linear layers and experts. Engines keep the output layer and the gate of a shared
     expert, a single row, in the model's precision.
     """
+    if has_stacked_experts(model):
+        raise ValueError(
+            "--rollout-precision fp8, int8 and int4 round matrices of single experts, but the files"
+            f" of {family_of(model.config).title} have one tensor for all; remove the flag."
+        )
     output_layer = model.get_output_embeddings()
     names = {name for name in weights_by_file_name(model) if ".mlp.experts." in name}
     for name, module in model.named_modules():
