@@ -171,7 +171,7 @@ def _module_of_file(shown: str, source: str) -> ModuleType:
 
 
 def _module_of_name(shown: str, name: str) -> ModuleType:
-    """Imports a module; a missing module gets a message of its own."""
+    """Imports a module; a missing module gets a separate message."""
     try:
         with _importing(shown, None):
             return importlib.import_module(name)
@@ -212,7 +212,7 @@ def _importing(shown: str, file: Path | None) -> Iterator[None]:
 
 
 def _hint(error: BaseException) -> str:
-    """Returns what the user can do about a failed import."""
+    """Returns advice about a failed import."""
     if not isinstance(error, ImportError):
         return TRACEBACK_HINT
     name = error.name or ""
@@ -252,7 +252,7 @@ class _SiblingFinder(MetaPathFinder):
         self.directories.add(directory)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-        # Two users' directories may both have a helper.py: the next import must find its own.
+        # Two users' directories may both have a helper.py: the next import must find the right one.
         for name, other in list(self.modules.items()):
             if other != directory:
                 sys.modules.pop(name, None)

@@ -131,7 +131,7 @@ def _refuse_backward(grad: Tensor) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Returns a value with clones of its tensors, which keep their gradients."""
+    """Returns a value whose tensors are cloned, with gradients."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, list | tuple):
