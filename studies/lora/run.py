@@ -40,14 +40,14 @@ RANK = 8
 CASES = {
     "sort_digits": [
         (None, 1.5e-4),
+        (RANK, 3e-4),
         (RANK, 1e-3),
         (RANK, 3e-3),
-        (RANK, 1e-2),
     ],
     "smollm2": [(None, 2e-5), (RANK, 2e-4)],
 }
 """Rank of the adapters, None for all weights, and learning rate, by task."""
-STEPS = {"sort_digits": 60, "smollm2": 4}
+STEPS = {"sort_digits": 60, "smollm2": 2}
 SEEDS = {"sort_digits": (0, 1, 2), "smollm2": (0,)}
 
 

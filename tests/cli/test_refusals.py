@@ -44,6 +44,7 @@ REFUSALS = [
     ("--lora-rank 0", "--lora-rank is 0 but must be 1 to 4096"),
     ("--lora-alpha 8", "--lora-alpha is 8.0 but has no effect"),
     ("--lora-rank 8 --lora-target-modules lm_head", "has 'lm_head', but must have names of q_proj"),
+    ("--lora-rank 8 --lora-target-modules ,", "--lora-target-modules names no layer"),
     ("--lora-rank 8 --lora-dropout 1", "--lora-dropout is 1.0 but must be at least 0 and below 1"),
     ("--lora-rank 8 --lora-adapter-path a", "the adapter has its rank"),
     ("--lora-adapter-path absent", "'absent/adapter_config.json' cannot be read"),

@@ -80,6 +80,9 @@ FAMILIES = {
     "grouped queries, norms of queries and keys": ("qwen3", {}),
     "biases": ("qwen2", {}),
     "one key per query": ("llama", {"num_key_value_heads": 4}),
+    "norms of outputs": ("olmo2", {}),
+    "windows": ("mistral", {"sliding_window": 3}),
+    "layers without rotation": ("smollm3", {}),
 }
 
 

@@ -249,6 +249,11 @@ class MegatronConfig:
                     f"--lora-target-modules has {quoted(name)}, but must have names of"
                     f" {', '.join(LORA_TARGETS)}, or {ALL_LINEAR}."
                 )
+        if not self.lora_targets:
+            raise ValueError(
+                f"--lora-target-modules names no layer; give {ALL_LINEAR}, or some of"
+                f" {', '.join(LORA_TARGETS)}."
+            )
         if self.lora_rank is not None and self.lora_adapter_path is not None:
             raise ValueError(
                 "--lora-rank and --lora-adapter-path are both given, but the adapter has its rank;"
