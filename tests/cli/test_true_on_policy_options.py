@@ -50,6 +50,13 @@ def test_mixtures_of_experts_are_refused(base):
     assert "mixture of experts" in refusal(f"{base} --true-on-policy")
 
 
+def test_families_that_were_not_compared_are_refused(base):
+    model = json.loads(Path("model/config.json").read_text())
+    model |= {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+    Path("model/config.json").write_text(json.dumps(model))
+    assert "whose operations were not compared" in refusal(f"{base} --true-on-policy")
+
+
 def test_two_tensor_parallel_ranks_are_accepted(base):
     line = f"{base} --true-on-policy --tensor-model-parallel-size 2"
     assert configured(line, world_size=2).rollout.true_on_policy

@@ -67,6 +67,24 @@ def test_every_gradient_of_dense_models_on_ranks(ranks, layout, tmp_path):
     assert differing_gradients(tmp_path, DENSE, layout, ranks, OPTIONS) == {}
 
 
+FAMILY_LAYERS = {
+    name: FAMILY_MODELS[name]
+    for name in (
+        "mistral, window",
+        "olmo2, grouped queries",
+        "glm4, biases",
+        "gemma3, a linear rope, untied",
+    )
+}
+"""Dense models whose layers differ most from Llama's."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=list(LAYOUTS))
+def test_every_gradient_of_family_layers_on_ranks(ranks, layout, tmp_path):
+    assert differing_gradients(tmp_path, FAMILY_LAYERS, layout, ranks, OPTIONS) == {}
+
+
 def test_every_supported_family_is_compared():
     compared = {architecture_of_family(family) for family, _ in MODELS.values()}
     assert compared == set(FAMILIES)
