@@ -78,7 +78,12 @@ LAYERS = (
     ),
     ("slime_tis.trainer.train_dump",),
     ("slime_tis.trainer.step_inputs",),
-    ("slime_tis.trainer.token_gradients", "slime_tis.trainer.on_policy_gate"),
+    (
+        "slime_tis.trainer.step_assignment",
+        "slime_tis.trainer.routing_mismatch",
+        "slime_tis.trainer.token_gradients",
+        "slime_tis.trainer.on_policy_gate",
+    ),
     ("slime_tis.trainer.learner", "slime_tis.trainer.evaluation"),
     (
         "slime_tis.trainer.adapter_check",

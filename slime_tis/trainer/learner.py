@@ -35,16 +35,13 @@ from slime_tis.policy.config import (
 from slime_tis.policy.custom_loss import CustomLoss, CustomTis, ObjectiveFunctions, token_advantages
 from slime_tis.policy.losses import CovarianceLimit, covariance_limit
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, policy_loss
-from slime_tis.policy.step_sums import StepSums, mismatch, mismatch_metrics, step_metrics
+from slime_tis.policy.step_sums import StepSums, mismatch, step_metrics
 from slime_tis.policy.token_record import TokenRecord
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
-from slime_tis.trainer.megatron.architecture import sequence_workload
 from slime_tis.trainer.megatron.batch import (
     TrainingBatch,
-    assign_together,
-    balanced_order,
     fixed_partition,
     shard,
     unshard,
@@ -54,6 +51,13 @@ from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, receive_routing
 from slime_tis.trainer.megatron.training_engine import Loss, StepResult, TrainingEngine
 from slime_tis.trainer.on_policy_gate import OnPolicyGate
+from slime_tis.trainer.routing_mismatch import mismatch_with_other_routing, named_mismatch
+from slime_tis.trainer.step_assignment import (
+    assigned_together,
+    isolate_zero_advantage_groups,
+    order_of_rollouts,
+    workload,
+)
 from slime_tis.trainer.step_inputs import (
     Step,
     advantages_of,
@@ -65,14 +69,6 @@ from slime_tis.trainer.step_inputs import (
 from slime_tis.trainer.token_gradients import TokenGradients
 from slime_tis.trainer.train_dump import StepDump, TrainDump
 from slime_tis.user_functions.tensors import check_metric_names
-
-WITH_REPLAY = "with_replay"
-"""Metric prefix of a pass that replays the rollout's experts (`--measure-routing-mismatch`)."""
-WITHOUT_REPLAY = "without_replay"
-"""Metric prefix of a pass that the training router routes (`--measure-routing-mismatch`)."""
-DIFFERENCE = "routing_difference"
-"""Share of tokens that the training router would send to other experts; per-layer values append the
-layer's name."""
 
 
 @dataclass(kw_only=True)
@@ -120,8 +116,8 @@ class Learner:
         order: list[int] = []
         for start in range(0, len(rollouts), size):
             in_step = rollouts[start : start + size]
-            together = self._assigned_together(in_step)
-            step_order = self._order(in_step, together)
+            together = assigned_together(self.engine, in_step)
+            step_order = order_of_rollouts(self.engine, in_step, together)
             order += [start + number for number in step_order]
             steps.append(self._prepare([in_step[number] for number in step_order], together))
         accepted = self._accepted_rollouts([rollouts[number] for number in order], steps)
@@ -132,10 +128,11 @@ class Learner:
         advantages = advantages_of(groups, accepted, self.policy, user_advantages)
         local_advantages = self._local_advantages(advantages, rollouts, order, steps)
         steps = self._with_all_advantages(groups, steps, local_advantages)
+        if self._scales_with_advantages:
+            steps = [isolate_zero_advantage_groups(self.engine, step) for step in steps]
         rows: list[dict[str, float]] = []
         for step, sample_advantages in zip(steps, local_advantages, strict=True):
-            isolated_step = self._isolate_zero_advantage_groups(step)
-            rows.append(self._train_step(isolated_step, sample_advantages))
+            rows.append(self._train_step(step, sample_advantages))
             self._check_gradient(rows)
             self.step += 1
             self.after_step()
@@ -312,63 +309,6 @@ class Learner:
             and policy.entropy_coef == policy.rollout_pull_coef == 0
         )
 
-    def _isolate_zero_advantage_groups(self, step: Step) -> Step:
-        """Moves zero-advantage groups to separate micro-batches, whose backward pass is skipped."""
-        engine = self.engine
-        size = engine.config.micro_batch_size
-        is_fixed = engine.token_budget is None and size is not None and step.routing_record is None
-        if not (is_fixed and self._scales_with_advantages and engine.skips_backward):
-            return step
-        tokens = step.batch.responses
-        assert tokens.advantages_L is not None
-        advantages = tokens.advantages_L.split(list(tokens.lengths))
-        group_of = {}
-        samples: dict[int, list[int]] = {}
-        nonzero_groups = set()
-        for index, rollout in enumerate(step.rollouts):
-            group = step.samples[index].group_index
-            group_of[rollout] = group
-            samples.setdefault(rollout, []).append(index)
-            if advantages[index].any():
-                nonzero_groups.add(group)
-        # The sort is stable: within both halves the rollouts keep their order.
-        order = sorted(samples, key=lambda rollout: group_of[rollout] not in nonzero_groups)
-        partition = []
-        for positions in fixed_partition(len(order), size):
-            indices: list[int] = []
-            for position in positions:
-                indices += samples[order[position]]
-            partition.append(sorted(indices))
-        return replace(step, partition=partition)
-
-    def _assigned_together(self, rollouts: Sequence[Sequence[Sample]]) -> int:
-        """Returns how many consecutive rollouts of a step go to the same data-parallel rank."""
-        if not self.engine.shares_prompts:
-            return 1
-        groups = [rollout[0].group_index for rollout in rollouts]
-        return assign_together(groups, self.parallel.data_size)
-
-    def _order(self, rollouts: Sequence[Sequence[Sample]], together: int) -> list[int]:
-        """Returns the order in which a step's rollouts are dealt to the data-parallel ranks.
-
-        With --balance-data, runs of `together` rollouts are reordered.
-        """
-        if not self.engine.config.balance_data:
-            return list(range(len(rollouts)))
-        workloads = []
-        for start in range(0, len(rollouts), together):
-            workloads.append(self._workload(rollouts[start : start + together]))
-        order: list[int] = []
-        for run in balanced_order(workloads, self.parallel.data_size):
-            order += range(run * together, (run + 1) * together)
-        return order
-
-    def _workload(self, rollouts: Sequence[Sequence[Sample]]) -> float:
-        """Returns the estimated operations of rollouts, in an arbitrary unit."""
-        hf = self.engine.model.hf_config
-        samples = chain.from_iterable(rollouts)
-        return sum(sequence_workload(hf, len(sample.tokens)) for sample in samples)
-
     def _prepare(self, rollouts: Sequence[Sequence[Sample]], together: int) -> Step:
         """Prepares this rank's share of a step: micro-batches, old and reference log-probs.
 
@@ -396,7 +336,7 @@ class Learner:
         partition, load = self.engine.micro_batches(rank_tokens, rank_lengths, rank_numbers)
         rank_load = None
         if size > 1:
-            workloads = list(map(self._workload, shards))
+            workloads = [workload(self.engine, rank_rollouts) for rank_rollouts in shards]
             rank_load = max(workloads) * size / sum(workloads)
         samples = rank_samples[self.parallel.data_rank]
         numbers = rank_numbers[self.parallel.data_rank]
@@ -537,9 +477,10 @@ class Learner:
         context = self._loss_step(batch, global_batch)
         interval = self.rollout.measure_routing_mismatch
         measures = interval is not None and self.step % interval == 0
+        replays = self.rollout.use_rollout_routing_replay
         measured: dict[str, float] = {}
         if measures:
-            measured = self._mismatch_otherwise(step)
+            measured = mismatch_with_other_routing(self.engine, step, replays=not replays)
         records: list[TokenRecord] = []
         trained_mismatch: list[Statistics] = []
         gradients = TokenGradients()
@@ -571,13 +512,10 @@ class Learner:
             if self.rollout.records_routed_experts:
                 routing["routing_replay_missing"] = float(step.samples_without_routing)
             if measures:
-                trained = WITHOUT_REPLAY
-                if self.rollout.use_rollout_routing_replay:
-                    trained = WITH_REPLAY
                 statistics = None
                 if self.parallel.is_last_stage:
                     statistics = reduce(Statistics.merge, trained_mismatch)
-                measured |= self._mismatch(trained, statistics)
+                measured |= named_mismatch(self.parallel, statistics, replays=replays)
             metrics = self._step_metrics(result, context.custom or context.custom_loss)
             metrics |= train_metrics(routing | measured)
         return metrics | step.load_metrics()
@@ -664,41 +602,6 @@ class Learner:
                         global_batch=replace(global_batch, ranks=Ranks()),
                     )
                 )
-
-    def _mismatch_otherwise(self, step: Step) -> dict[str, float]:
-        """Measures the mismatch with replay if training does not replay experts, else without.
-
-        This takes one forward pass.
-        """
-        replays = not self.rollout.use_rollout_routing_replay
-        name = WITHOUT_REPLAY
-        if replays:
-            name = WITH_REPLAY
-        with self.engine.timer(name):
-            log_probs_L = self.engine.log_probs(
-                step.recorded, step.partition, replays_routing=replays
-            )
-            statistics = None
-            if self.parallel.is_last_stage:
-                tokens = step.recorded.responses.to(self.parallel.device)
-                statistics = mismatch(tokens, log_probs_L, self.parallel.ranks)
-            metrics = self._mismatch(name, statistics)
-            routing = self.engine.routing.metrics()
-        if replays:
-            for key, value in routing.items():
-                if key.startswith(DIFFERENCE):
-                    metrics[key] = value
-        elif DIFFERENCE in routing:
-            metrics[f"{name}/{DIFFERENCE}"] = routing[DIFFERENCE]
-        return metrics
-
-    def _mismatch(self, prefix: str, statistics: Statistics | None) -> dict[str, float]:
-        """Returns metrics of statistics on the last pipeline stage; a collective of all ranks."""
-        metrics = {}
-        if statistics is not None:
-            metrics = mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
-        metrics = self.parallel.broadcast_from_last_stage(metrics)
-        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _global_batch(self, batch: TrainingBatch, step: Step) -> GlobalBatch:
         """Returns statistics of the step's global batch, before the first micro-batch.
