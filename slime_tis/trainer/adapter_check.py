@@ -8,7 +8,8 @@ r by the rollout engine. The share of the adapter in r is the slope of a regress
     error = √(Σ e² / ((T − 1) · ⟨n − n₀, n − n₀⟩)),   e = r − n₀ − share · (n − n₀)
 
 It is 1 if the adapter is in force, 0 if it is absent, and, to first order, c if it is scaled by c.
-Noise of the engines' precision is in the error, its standard error for T tokens.
+Noise of the rollout engine is in the error, its standard error for T tokens. Noise of training is
+also in n − n₀, and makes the share too small: it is judged only if n − n₀ is well above that noise.
 
 A new adapter has no effect, because B is 0. So before the first step, the engine gets random B for
 one trial, and then the adapter itself.
@@ -17,7 +18,7 @@ one trial, and then the adapter itself.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,12 @@ DEVIATIONS = 4.0
 """A share counts as outside the bounds if it is this many standard errors beyond one."""
 LARGEST_ERROR = 0.05
 """Largest standard error of a share that proves that the adapter is in force."""
+LEAST_EFFECT = 3.0
+"""Training in bf16 or fp16 must move the probe by this many times the noise of the engines. At 3,
+noise makes the share at most 6 % smaller: (T + v) / (T + 2v) with T + 2v ≥ 9 · 2v, for equal noise
+variances v of both engines."""
+TRAINING_NOISE: dict[Precision, float] = {"fp16": 0.0125, "bf16": 0.04}
+"""Mean |r − n| of SmolLM2-135M in nats, if the run has not measured its own."""
 LEAST_SURVIVAL = 0.2
 """An adapter of which merging loses more is not judged: most of its weights round to the model's
 own."""
@@ -66,7 +73,8 @@ class AdapterShare:
 
     share: float
     error: float
-    """Standard error; infinite if the adapter has no effect on the probe."""
+    """Standard error; infinite if the adapter has no effect, or one within the noise of
+    training."""
     effect: float
     """Mean |n − n₀|, in nats per token."""
     gap: float
@@ -84,7 +92,7 @@ class AdapterShare:
             survival: Share of the adapter that survives merging in the engine's precision.
             noise: `gap` without an adapter; None if unknown.
         """
-        if not math.isfinite(self.share) or survival < LEAST_SURVIVAL:
+        if not math.isfinite(self.error) or survival < LEAST_SURVIVAL:
             return ""
         margin = DEVIATIONS * self.error
         if self.share + margin < LEAST_SHARE * min(survival, 1.0):
@@ -162,7 +170,7 @@ class AdapterCheck:
         """
         shares = self.checked_shares()
         metrics = {"rollout/adapter_survival": self.survival}
-        measured = [share for share in shares.values() if math.isfinite(share.share)]
+        measured = [share for share in shares.values() if math.isfinite(share.error)]
         if measured:
             worst = max(measured, key=lambda share: abs(share.share - 1))
             metrics["rollout/adapter_share"] = worst.share
@@ -182,6 +190,9 @@ class AdapterCheck:
         if gaps:
             self.noise = max(gaps)
         for copy, share in shares.items():
+            if share.effect < self._least_effect():
+                shares[copy] = replace(share, error=math.inf)
+        for copy, share in shares.items():
             problem = share.problem(self.survival, self.noise)
             if problem:
                 raise ValueError(
@@ -192,6 +203,16 @@ class AdapterCheck:
                     " and that nothing else gives it an adapter."
                 )
         return shares
+
+    def _least_effect(self) -> float:
+        """Returns the smallest effect that training's noise does not falsify, in nats."""
+        precision = self.engine.config.precision
+        if precision == "fp32":
+            return 0.0
+        noise = self.noise
+        if noise is None:
+            noise = TRAINING_NOISE[precision]
+        return LEAST_EFFECT * noise
 
     def _shares(self) -> dict[str, AdapterShare]:
         engine = self.engine

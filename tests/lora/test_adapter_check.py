@@ -200,3 +200,27 @@ def test_a_trial_adapter_has_the_stated_size(model, parallel):
             squares += float(change.square().sum()) * change.shape[1]
             values += change.numel()
     assert math.sqrt(squares / values) == pytest.approx(0.05, rel=0.1)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
+def test_a_small_adapter_in_bf16_is_never_called_absent(scale, model, parallel):
+    """Noise of training alone would make the share about 0.5."""
+    engine = build(model, parallel, bf16=True)
+    sampler = LocalEngine(model, load_tokenizer(model), precision="bf16")
+    sampler.update_weights(engine.named_hf_tensors, 0)
+    check = check_of(engine, sampler)
+    check()
+    randomize_adapters(engine, scale=scale)
+    sampler.update_weights(engine.named_hf_tensors, 1)
+    check()
+
+
+def test_an_absent_adapter_is_found_in_bf16(model, parallel):
+    engine = build(model, parallel, bf16=True)
+    sampler = LocalEngine(model, load_tokenizer(model), precision="bf16")
+    sampler.update_weights(engine.named_hf_tensors, 0)
+    check = check_of(engine, sampler)
+    check()
+    randomize_adapters(engine, scale=0.1)
+    with pytest.raises(ValueError, match="does not apply the LoRA adapter"):
+        check()
