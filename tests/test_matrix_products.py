@@ -19,6 +19,7 @@ def library(request, monkeypatch):
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("torch has no oneDNN")
     monkeypatch.setattr(matrix_products, "prefers_onednn", lambda: request.param)
+    monkeypatch.setattr(matrix_products, "MIN_ENTRIES", 0)
 
 
 SHAPES = {

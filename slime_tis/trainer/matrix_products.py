@@ -22,6 +22,9 @@ from torch.distributed import ProcessGroup, all_reduce
 
 CPU_INFO = Path("/proc/cpuinfo")
 INTEL = "GenuineIntel"
+MIN_ENTRIES = 2**18
+"""Entries of a matrix that is worth a product of oneDNN. It compiles code for each shape and keeps
+it: with small matrices, micro-batches of many lengths held 300 MB."""
 
 
 @cache
@@ -39,7 +42,9 @@ def prefers_onednn() -> bool:
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """Returns left [..., M, K] times right [K, N], without gradient."""
-    if not _goes_to_onednn(left, right):
+    # The gradient of a weight has the weight's size, and `right` is the layer's input.
+    is_large = left.shape[-2] * right.shape[-1] >= MIN_ENTRIES
+    if not is_large or not _goes_to_onednn(left, right):
         return left @ right
     return _onednn_linear(left, right.t(), None)
 
@@ -113,6 +118,8 @@ def use_fast_linear_layers(model: nn.Module) -> None:
 
 
 def _goes_to_onednn(left: Tensor, right: Tensor) -> bool:
+    if right.numel() < MIN_ENTRIES:
+        return False
     is_float32 = left.dtype == right.dtype == torch.float32
     return is_float32 and left.device.type == "cpu" and prefers_onednn()
 
