@@ -23,6 +23,10 @@ _DEEPSEEK_V3 = (
     " --moe-ffn-hidden-size 2048 --num-experts 256 --moe-router-topk 8"
     f" --moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid {_UNTIED}"
 )
+_GPT_OSS = (
+    "--hidden-size 2880 --ffn-hidden-size 2880 --num-attention-heads 64 --num-query-groups 8"
+    f" --kv-channels 64 --vocab-size 201088 --moe-router-topk 4 {_UNTIED}"
+)
 PUBLISHED: Mapping[str, str] = {
     "qwen2.5-0.5b": (
         "--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 "
@@ -136,6 +140,8 @@ PUBLISHED: Mapping[str, str] = {
         "--num-layers 26 --hidden-size 1152 --ffn-hidden-size 6912 --num-attention-heads 4"
         " --num-query-groups 1 --kv-channels 256 --vocab-size 262144"
     ),
+    "gpt-oss-20b": f"--num-layers 24 --num-experts 32 {_GPT_OSS}",
+    "gpt-oss-120b": f"--num-layers 36 --num-experts 128 {_GPT_OSS}",
     "deepseek-v2-lite": (
         "--num-layers 27 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16"
         f" --vocab-size 102400 {_LATENT} --moe-layer-freq [0]*1+[1]*26 --moe-ffn-hidden-size 1408"
@@ -236,9 +242,15 @@ def model_from_script(given: Mapping[str, Flag], directory: str) -> dict[str, An
         given = {flag.name: flag for flag in flags}
         sizes = _sizes(given)
         assert sizes is not None
+    name = PurePosixPath(directory).name.lower()
+    if name.startswith("gpt-oss") and "num_experts" in sizes:
+        return sizes | {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "num_local_experts": sizes["num_experts"],
+        }
     if "num_experts" in sizes:
         return sizes | _experts(given, sizes)
-    name = PurePosixPath(directory).name.lower()
     for beginning, architecture in ARCHITECTURES.items():
         if name.startswith(beginning):
             return sizes | {
