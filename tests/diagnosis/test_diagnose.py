@@ -501,6 +501,23 @@ def test_a_mass_without_tokens_kept_alone_is_a_candidate() -> None:
     assert [finding.cause for finding in findings] == ["unexplained", "truncated_sampling"]
 
 
+def runs_of_zeros(log_prob: float) -> list[str]:
+    """Causes if the rollout engine reports 0 for runs of tokens that have one log-prob."""
+    model = Softmax()
+    rollout = model.train + 0.01 * model.chance.random(model.train.shape)
+    model.train[::3, 6:12] = log_prob
+    rollout[::3, 6:12] = 0.0
+    return [finding.cause for finding in diagnose(model.table(rollout)).findings]
+
+
+def test_zeros_of_likely_tokens_are_no_mask_mistake() -> None:
+    assert "mask_mistake" not in runs_of_zeros(-0.1)
+
+
+def test_zeros_of_unlikely_tokens_are_a_mask_mistake() -> None:
+    assert runs_of_zeros(-1.0)[0] == "mask_mistake"
+
+
 def findings_by_age(noise: float) -> tuple[Finding, ...]:
     """Findings on tokens that differ by their age, next to noise."""
     model = Softmax()

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_tis.analysis.diagnosis.metric_rules import CERTAIN
+from slime_tis.analysis.diagnosis.sampler_rules import KEPT_ALONE, TRUNCATED_PEAK
 from slime_tis.analysis.diagnosis.shift_rules import exchanged, misaligned
 from slime_tis.analysis.diagnosis.trained_tokens import (
     MAX_SIZE,
@@ -251,6 +252,8 @@ def mask_mistake(tokens: Tokens) -> Verdict:
     if counts.max(initial=0) >= MIN_PLACEHOLDERS:
         placeholder = values[counts.argmax()]
     repeated = (tokens.rollout == placeholder) & is_large
+    if _is_kept_alone(tokens, repeated):
+        repeated[:] = False
     # If no other token has a mismatch, single and small ones are no accident either.
     least = max(MIN_MARKED, MIN_MULTIPLES * (missing | is_large).sum())
     is_sole = least <= (repeated & tokens.finite).sum() <= MAX_PLACEHOLDERS * len(tokens)
@@ -278,6 +281,19 @@ def mask_mistake(tokens: Tokens) -> Verdict:
         f"they form runs of {mask.sum() / runs:.1f} tokens on average",
     )
     return Finding("mask_mistake", evidence, 0.95), mask
+
+
+def _is_kept_alone(tokens: Tokens, repeated: Mask) -> bool:
+    """Whether truncation explains a repeated log-prob of 0: it kept one likely token alone.
+
+    Placeholders of 0 also replace log-probs of tokens that training finds unlikely.
+    """
+    if not repeated.any():
+        return False
+    lowest, _ = TRUNCATED_PEAK
+    is_zero = np.abs(tokens.rollout[repeated]) <= KEPT_ALONE
+    is_likely = tokens.train[repeated] > lowest
+    return bool((is_zero & is_likely).all())
 
 
 def _run_lengths(tokens: Tokens, chosen: Mask) -> Integers:
