@@ -337,7 +337,8 @@ def _opposite_signs(log_ratio: Floats, changed: Mask) -> float:
         return 0.0
     changed_size = np.abs(log_ratio[changed]).sum()
     other_size = np.abs(log_ratio[~changed]).sum()
-    if min(changed_size, other_size) < MIN_CLASS * (changed_size + other_size):
+    # Not `<`, which would let two sizes of 0 pass and divide by them.
+    if min(changed_size, other_size) <= MIN_CLASS * (changed_size + other_size):
         return 0.0
     if other_size > LARGEST_OF_OTHERS * (~changed).sum():
         return 0.0
