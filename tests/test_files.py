@@ -3,6 +3,8 @@
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime_tis.atomic_files import atomic_file, write_atomically
 from slime_tis.trainer.storage.directories import make_private, make_public
@@ -43,5 +45,20 @@ def test_a_private_directory_gets_its_usual_mode_when_complete(mask, mode, tmp_p
         assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
         make_public(tmp_path / "a" / "b")
         assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(earlier)
+
+
+@pytest.mark.parametrize(
+    ("mask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)], ids=oct
+)
+def test_files_of_safetensors_get_the_usual_mode_when_complete(mask, mode, tmp_path):
+    weights = tmp_path / "a" / "model.safetensors"
+    earlier = os.umask(mask)
+    try:
+        make_private(tmp_path / "a")
+        save_file({"weight": torch.zeros(2)}, weights)
+        make_public(tmp_path / "a")
+        assert weights.stat().st_mode & 0o777 == mode
     finally:
         os.umask(earlier)

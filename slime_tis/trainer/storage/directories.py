@@ -133,10 +133,15 @@ def make_private(directory: Path) -> None:
 
 
 def make_public(directory: Path) -> None:
-    """Gives a directory of `make_private` the usual permissions of this process."""
+    """Gives a directory of `make_private` and its files the usual permissions of this process."""
+    usual = 0o777 & ~_umask()
+    for path in directory.rglob("*"):
+        # safetensors makes files that only their owner reads, but a server may be another user.
+        if path.is_file() and not path.is_symlink():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) | (usual & 0o666))
     mode = stat.S_IMODE(directory.stat().st_mode)
     # `mode |`, because the directory may have inherited the bit of its group.
-    directory.chmod(mode | (0o777 & ~_umask()))
+    directory.chmod(mode | usual)
 
 
 def _umask() -> int:
