@@ -410,6 +410,13 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_bda.weight": _weight("replicated", "post_feedforward_layernorm.weight", "hidden"),
         },
     ),
+    "SeedOssForCausalLM": Family(
+        title="Seed-OSS",
+        model_type="seed_oss",
+        rotary_class=ROTARY.format("seed_oss", "SeedOss"),
+        attention=Attention(qkv_bias="attention_bias"),
+        weights={**LLAMA, **QKV_BIAS},
+    ),
     "MiMoForCausalLM": Family(
         title="MiMo",
         model_type="qwen2",

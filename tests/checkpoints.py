@@ -37,6 +37,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -52,6 +54,7 @@ FAMILIES = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),

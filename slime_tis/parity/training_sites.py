@@ -115,12 +115,8 @@ def _layer_sites(modules: dict[str, nn.Module], number: int, config: Any) -> lis
     for table, is_input in ((INPUTS, True), (OUTPUTS, False)):
         for path, name in table.items():
             module = modules.get(path)
-            # transformer-engine computes norms within the next linear layer. Its class is not
-            # imported: slime_tis.trainer.megatron must be imported before megatron.core.
-            is_identity = type(module).__name__ == "IdentityOp"
-            is_missing = module is None or (is_identity and not is_input)
             # A dense MLP's output is its down projection's.
-            if is_missing or (name == "MLP" and is_dense):
+            if (name == "MLP" and is_dense) or not _can_record(module, is_input=is_input):
                 continue
             assert module is not None
             if name == "query norm" and QUERY_LATENT in modules:
@@ -153,6 +149,21 @@ def _layer_sites(modules: dict[str, nn.Module], number: int, config: Any) -> lis
             )
         )
     return sites
+
+
+def _can_record(module: nn.Module | None, *, is_input: bool) -> bool:
+    """Whether a module's input or output is also that of a module of transformers."""
+    if module is None:
+        return False
+    if is_input:
+        return True
+    # transformer-engine computes norms within the next linear layer. Its class is not imported:
+    # slime_tis.trainer.megatron must be imported before megatron.core.
+    is_identity = type(module).__name__ == "IdentityOp"
+    # megatron-core adds the output projection's bias with the residual, transformers in the layer.
+    has_bias = getattr(module, "bias", None) is not None
+    adds_bias_later = has_bias and getattr(module, "skip_bias_add", False)
+    return not is_identity and not adds_bias_later
 
 
 def _qkv_layout(

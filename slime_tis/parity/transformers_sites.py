@@ -71,7 +71,7 @@ HEAD_NORMS = ("query norm", "key norm")
 """Norms of heads. Gemma 3 has the heads before the tokens there, other families behind them."""
 FUSED_QKV = "self_attn.qkv_proj"
 FUSED_GATE_UP = "mlp.gate_up_proj"
-ROUTERS = ("mlp.gate",)
+ROUTERS = ("mlp.gate", "mlp.router")
 """Modules that return router logits, weights of the chosen experts, and their numbers."""
 ROPE = "apply_rotary_pos_emb"
 """Function of a model's Python module that rotates queries and keys."""

@@ -32,6 +32,8 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2, one head per group": ("olmo2", {"head_dim": 8, "num_key_value_heads": 4}),
     "olmo2, grouped queries": ("olmo2", {}),
+    "seed_oss, biases": ("seed_oss", {}),
+    "seed_oss, no biases": ("seed_oss", {"attention_bias": False}),
     "mimo": ("mimo", {}),
     "glm4, biases": ("glm4", {}),
     "glm4, no biases": ("glm4", {"attention_bias": False}),

@@ -85,6 +85,7 @@ OPERATIONS = {
     "phi3": 3 + 2 * 15,
     "smollm3": 3 + 2 * 15,
     "qwen2": 3 + 2 * 15,
+    "seed_oss": 3 + 2 * 15,
     # Norms of queries and keys.
     "qwen3": 3 + 2 * 17,
     # Norms of queries and keys; norms of outputs instead of inputs.
@@ -98,8 +99,11 @@ OPERATIONS = {
     "deepseek_v3": 3 + 15 + 14,
     "kimi_k2": 3 + 15 + 14,
     "glm4_moe_lite": 3 + 15 + 14,
-    # Router and MLP instead of the four operations of a dense MLP, and a shared expert.
+    # Router and MLP instead of the four operations of a dense MLP. qwen2_moe and glm4_moe have a
+    # shared expert, too.
     "qwen2_moe": 3 + 2 * 13,
+    # Without the output projection, whose bias training adds with the residual.
+    "gpt_oss": 3 + 2 * 12,
     "qwen3_moe": 3 + 2 * 15,
     "glm4_moe": 3 + 15 + 14,
 }

@@ -46,6 +46,7 @@ FAMILIES = [
     "phi3",
     "smollm3",
     "olmo2",
+    "seed_oss",
     "mimo",
     "glm4",
     "gemma3",
