@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,9 @@ class MLflow:
             for start in range(0, len(params), MLFLOW_PARAMS):
                 chunk = params[start : start + MLFLOW_PARAMS]
                 self._client.log_batch(self._run_id, params=chunk)
-        self._pending: Any = None
+        # Not MLflow's own queue, whose threads collide when they make the files of a new metric.
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
+        self._sent: list[Future[Any]] = []
 
     def _experiment(self, name: str | None) -> str:
         """Returns the id of an experiment, which is made if it does not exist."""
@@ -151,13 +154,16 @@ class MLflow:
         for name, value in metrics.items():
             if math.isfinite(value):
                 batch.append(Metric(NOT_MLFLOW.sub("_", name), value, now, step))
-        self._pending = self._client.log_batch(self._run_id, metrics=batch, synchronous=False)
+        sent = self._sender.submit(
+            self._client.log_batch, self._run_id, metrics=batch, synchronous=True
+        )
+        self._sent.append(sent)
 
     def close(self) -> None:
-        """Sends pending metrics and ends the run."""
-        # One thread sends the batches in order, so the last one is sent last.
-        if self._pending is not None:
-            self._pending.wait()
+        """Sends pending metrics and ends the run; raises the first error of a batch."""
+        self._sender.shutdown()
+        for batch in self._sent:
+            batch.result()
         self._client.set_terminated(self._run_id)
 
 
