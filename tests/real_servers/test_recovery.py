@@ -50,7 +50,7 @@ def rollout_with_death(engine: ServerEngine, victim: RealServer, prompts: list[P
 def rollouts_during_restart(engine: ServerEngine, prompts: list[Prompt]) -> list[Sample]:
     """Samples until the engine uses the server again."""
     samples: list[Sample] = []
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + STARTUP
     while engine.metrics()[ENGINE.metric("returns")] < 1:
         assert time.monotonic() < deadline, "the engine does not use the restarted server"
         samples += flat(engine.generate(prompts, Sampling(max_response_len=32), seed=0))
