@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import wandb
 
 from slime_tis.analysis.logs.read_log import read_log
 from slime_tis.trainer.configs.loop import ReportingConfig
+from slime_tis.trainer.reporting import trackers
 from slime_tis.trainer.reporting.reporters import open_reporters
 from slime_tis.trainer.reporting.trackers import HIDDEN
 
@@ -158,6 +160,53 @@ def test_mlflow_takes_more_options_than_one_request(mlflow_client, monkeypatch):
     report([], report_to=("mlflow",), tracker_project="sorting")
     params = mlflow_run(mlflow_client).data.params
     assert len(params) == len(OPTIONS) and len(params["words"]) == 500
+
+
+def test_a_server_that_does_not_answer_delays_no_run(mlflow_client, monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "MLFLOW_CLOSE", 0.1)
+    reporters = open_reporters(
+        ReportingConfig(output_dir="runs/mine", report_to=("mlflow",), progress=False),
+        OPTIONS,
+        total_steps=9,
+        run=IDENTITY,
+    )
+    # Nobody reads from this pipe, so that MLflow waits when it opens it.
+    (metrics,) = Path("mlruns").glob("*/*/metrics")
+    (metrics / "train").mkdir()
+    os.mkfifo(metrics / "train" / "mismatch_k3_kl")
+    reporters.log(ROWS[0], 1)
+    reporters.close()
+    assert "warning: mlflow does not get all metrics: the server did not answer within" in (
+        capsys.readouterr().err
+    )
+
+
+def test_metrics_after_a_failed_batch_are_sent(mlflow_client):
+    reporters = open_reporters(
+        ReportingConfig(
+            output_dir="runs/mine", report_to=("mlflow",), tracker_project="sorting", progress=False
+        ),
+        OPTIONS,
+        total_steps=9,
+        run=IDENTITY,
+    )
+    reporters.log({"train/../a": 0.5}, 1)  # MLflow refuses the name
+    reporters.log(ROWS[1], 2)
+    reporters.close()
+    assert mlflow_run(mlflow_client).data.metrics == {"train/mismatch_k3_kl": 0.125}
+
+
+def test_two_runs_may_make_the_experiment(mlflow_client, monkeypatch):
+    mlflow_client.create_experiment("sorting")
+    find = type(mlflow_client).get_experiment_by_name
+    answers = [None]
+
+    def find_too_early(client, name):
+        return answers.pop() if answers else find(client, name)
+
+    monkeypatch.setattr(type(mlflow_client), "get_experiment_by_name", find_too_early)
+    report(ROWS, report_to=("mlflow",), tracker_project="sorting")
+    assert mlflow_run(mlflow_client).info.status == "FINISHED"
 
 
 def test_a_tracker_that_does_not_start_is_one_message(home, monkeypatch):

@@ -10,10 +10,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from slime_tis.errors import first_line
@@ -29,6 +30,8 @@ MLFLOW_PARAMS = 100
 """Most parameters of one request, by MLflow's REST API."""
 MLFLOW_VALUE = 500
 """Characters of a parameter; MLflow servers before 2.9 refuse longer ones."""
+MLFLOW_CLOSE = 60.0
+"""Seconds that the end of a run waits for MLflow's server. MLflow repeats a request for minutes."""
 NOT_MLFLOW = re.compile(r"[^\w\-. /]")
 """Characters that MLflow refuses in the name of a metric."""
 
@@ -112,7 +115,7 @@ class MLflow:
 
     def __init__(self, config: ReportingConfig, run: RunInfo) -> None:
         import mlflow  # an optional package
-        from mlflow.entities import Param
+        from mlflow.entities import Metric, Param
 
         self._client = mlflow.MlflowClient()
         experiment_id = self._experiment(config.tracker_project)
@@ -131,9 +134,12 @@ class MLflow:
             for start in range(0, len(params), MLFLOW_PARAMS):
                 chunk = params[start : start + MLFLOW_PARAMS]
                 self._client.log_batch(self._run_id, params=chunk)
+        self._error: Exception | None = None
+        self._batches: SimpleQueue[list[Metric] | None] = SimpleQueue()
         # Not MLflow's own queue, whose threads collide when they make the files of a new metric.
-        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
-        self._sent: list[Future[Any]] = []
+        # A daemon, because a server that does not answer must not keep the process alive.
+        self._sender = Thread(target=self._send_batches, name="mlflow", daemon=True)
+        self._sender.start()
 
     def _experiment(self, name: str | None) -> str:
         """Returns the id of an experiment, which is made if it does not exist."""
@@ -142,7 +148,13 @@ class MLflow:
         name = name or MLFLOW_EXPERIMENT_NAME.get() or PROJECT
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            return str(self._client.create_experiment(name))
+            try:
+                return str(self._client.create_experiment(name))
+            except Exception:
+                # Another run may have made it in the meantime.
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
+                    raise
         return str(experiment.experiment_id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -154,17 +166,35 @@ class MLflow:
         for name, value in metrics.items():
             if math.isfinite(value):
                 batch.append(Metric(NOT_MLFLOW.sub("_", name), value, now, step))
-        sent = self._sender.submit(
-            self._client.log_batch, self._run_id, metrics=batch, synchronous=True
-        )
-        self._sent.append(sent)
+        self._batches.put(batch)
+        self._raise_first_error()
 
     def close(self) -> None:
-        """Sends pending metrics and ends the run; raises the first error of a batch."""
-        self._sender.shutdown()
-        for batch in self._sent:
-            batch.result()
-        self._client.set_terminated(self._run_id)
+        """Sends pending metrics and ends the run, within `MLFLOW_CLOSE` seconds."""
+        self._batches.put(None)
+        self._sender.join(MLFLOW_CLOSE)
+        self._raise_first_error()
+        if self._sender.is_alive():
+            raise TimeoutError(f"the server did not answer within {MLFLOW_CLOSE:.0f} s")
+
+    def _send_batches(self) -> None:
+        """Sends batches until None ends the run; a later batch may arrive after a failed one."""
+        batch = self._batches.get()
+        while batch is not None:
+            self._attempt(self._client.log_batch, self._run_id, metrics=batch, synchronous=True)
+            batch = self._batches.get()
+        self._attempt(self._client.set_terminated, self._run_id)
+
+    def _attempt(self, request: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Makes a request and keeps its error, if it is the first one."""
+        try:
+            request(*args, **options)
+        except Exception as error:  # MLflow's, of requests, and of a store in files
+            self._error = self._error or error
+
+    def _raise_first_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 TRACKERS: dict[str, Callable[[ReportingConfig, RunInfo], Any]] = {
