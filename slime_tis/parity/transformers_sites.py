@@ -16,6 +16,7 @@ from slime_tis.parity.recording import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    LAYER_END,
     Operation,
     Recorder,
     Site,
@@ -53,7 +54,7 @@ OUTPUTS = {
     "mlp": "MLP",
     # GLM-4.
     "post_mlp_layernorm": "norm after MLP",
-    "": "residual after MLP",
+    "": LAYER_END,
 }
 """Operations by the module of a layer whose output they are."""
 INPUTS = {
