@@ -69,6 +69,7 @@ SAMPLING_OPTIONS = (
     "rollout_seed",
     "rollout_engine",
     "rollout_precision",
+    "rollout_lora",
     "use_rollout_routing_replay",
     "measure_routing_mismatch",
     "custom_generate_function_path",
@@ -78,10 +79,10 @@ in flight again."""
 
 
 def model_hash(config: MegatronConfig) -> str:
-    """Returns the SHA-256 of the model's config.json.
+    """Returns a SHA-256 that identifies the model.
 
-    With LoRA also of a sample of its weights: a checkpoint has only adapters, which belong to
-    exactly these weights.
+    It is the hash of config.json. With LoRA, it also covers samples of the weights: a checkpoint
+    then has only adapters, which belong to exactly these weights.
     """
     digest = hashlib.sha256((Path(config.hf_checkpoint) / "config.json").read_bytes())
     if config.trains_adapters:
@@ -170,7 +171,7 @@ class Checkpointer:
     def _restore_sampler_weights(self, path: Path, state: TrainerState) -> None:
         """Gives the rollout engine the weights that it had at the checkpoint, or the newest."""
         sampler = self.weights.sampler
-        engine_options = ("rollout_engine", "rollout_precision")
+        engine_options = ("rollout_engine", "rollout_precision", "rollout_lora")
         same_engine = not changed(state.options, self.options, engine_options)
         # An asynchronous run samples with older weights; a bitwise resumption needs those.
         sampler_is_behind = state.sampler_weight_version != state.step

@@ -165,3 +165,13 @@ def test_a_run_with_an_unmerged_adapter_is_resumed(task, unmerged, tmp_path):
     run_here([*flags, "--num-rollout", "2"], tmp_path / "run")
     rows = run_here([*flags, "--load", str(tmp_path / "save")], tmp_path / "run")
     assert list(map(training_metrics, rows)) == list(map(training_metrics, unmerged))
+
+
+@pytest.mark.parametrize(("before", "after"), [("merged", "unmerged"), ("unmerged", "merged")])
+def test_a_resumed_run_may_send_its_adapter_otherwise(before, after, task, tmp_path):
+    """The checkpoint has weights of the engine, which was one step behind."""
+    flags = [*task, *LORA, "--save", str(tmp_path / "save"), "--update-weights-interval", "2"]
+    run_here([*flags, "--num-rollout", "1", "--rollout-lora", before], tmp_path / "run")
+    flags += ["--load", str(tmp_path / "save"), "--rollout-lora", after]
+    rows = run_here([*flags, "--num-rollout", "2"], tmp_path / "run")
+    assert rows[1]["train/train_rollout_logprob_abs_diff"] < 1e-5
