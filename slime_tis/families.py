@@ -1,8 +1,8 @@
 """The supported families of decoders: one entry of `FAMILIES` each.
 
-An entry has the fields of config.json that a family reads, the kinds of its layers, and the name of
-every weight in megatron-core and in the files of a checkpoint. Conversion, export, checks of files,
-`slime-tis plan`, both engines and docs/models.md follow from it.
+An entry lists which fields of config.json a family reads, which layers it has, and how
+megatron-core and the files of a checkpoint name each of its weights. Conversion, export, checks of
+files, `slime-tis plan` and both engines read it.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,8 @@ class Attention:
     """Field x of the factor x^(-1/2) on products of queries and keys; None for the size of a
     head."""
     rotary_kinds: tuple[str, ...] = ()
-    """Types of layers with rotary frequencies of their own; empty if all have the same."""
+    """Types of layers, each with different rotary frequencies; empty if these are equal in all
+    layers."""
     window: str | None = None
     """Field with the number of last tokens, itself included, that a token sees. It is about layers
     of the type sliding_attention, or all layers if the configuration has no types."""
@@ -92,7 +93,7 @@ class Experts:
     sparse_layers: Literal[
         "decoder_sparse_step", "first_k_dense_replace", "mlp_layer_types", "all"
     ] = "decoder_sparse_step"
-    """Field that decides which layers have experts, or all of them."""
+    """Field that decides which layers have experts; "all" if every layer has them."""
     shared_count: str | None = None
     """Field with the number of shared experts, each as large as a routed expert."""
     shared_size: str | None = None

@@ -14,8 +14,10 @@ from slime_tis.errors import first_line, one_line, quoted, quoted_path
 from slime_tis.families import FAMILIES, family_of
 from slime_tis.unread_fields import unread_problems
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Supported values of rope_type."""
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
+"""Values of rope_type whose frequencies depend on the length of a sequence."""
 CONVERTED = ("fp8", "mxfp4")
 """Values of quant_method that `slime_tis.trainer.storage.dequantize` knows."""
 COUNTS = (
@@ -42,6 +44,7 @@ COUNTS = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "sliding_window",
 )
 """Fields of config.json that are positive integers."""
 FLAGS = (
@@ -59,6 +62,10 @@ FLAGS = (
 
 def _is_count(value: object, most: int = 2**31 - 1) -> bool:
     return type(value) is int and 0 < value <= most
+
+
+def _is_count_or_zero(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _is_number(value: object) -> bool:
@@ -84,6 +91,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_hidden_layers": (lambda value: _is_count(value, 1024), "a whole number from 1 to 1024"),
     "rms_norm_eps": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to 1"),
     "routed_scaling_factor": (_is_positive, "a number above 0"),
+    "first_k_dense_replace": (_is_count_or_zero, "a whole number from 0 to below 2**31"),
+    "query_pre_attn_scalar": (_is_positive, "a number above 0"),
+    "swiglu_alpha": (_is_positive, "a number above 0"),
+    "swiglu_limit": (_is_positive, "a number above 0"),
     "rope_theta": (_is_positive, "a number above 0"),
     "factor": (_is_positive, "a number above 0"),
     "rope_scaling": (_is_object, "an object"),
@@ -182,10 +193,46 @@ def load_config(directory: str | Path) -> Any:
             f" {family.model_type} does"
         )
     else:
-        problem = _moe_problem(hf)
+        problem = _absent_field(hf) or _layers_problem(hf) or _moe_problem(hf)
     if problem:
         raise ValueError(f"{Path(directory) / 'config.json'} has {problem}.")
     return hf
+
+
+def _absent_field(hf: Any) -> str:
+    """Returns a field that the family reads and that has no value, or an empty text."""
+    family = family_of(hf)
+    names: list[str] = []
+    if family.attention.latent:
+        names += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+    experts = family.experts
+    if experts is not None:
+        names += [experts.count, experts.size, "num_experts_per_tok"]
+        if experts.sparse_layers == "first_k_dense_replace":
+            names.append(experts.sparse_layers)
+        if experts.router == "sigmoid":
+            names += ["n_group", "topk_group"]
+    for name in names:
+        if getattr(hf, name) is None:
+            return f"no {name}, which {family.title} needs"
+    return ""
+
+
+def _layers_problem(hf: Any) -> str:
+    """Returns an invalid field with one entry for each layer, or an empty text."""
+    family = family_of(hf)
+    names = ["layer_types", "mlp_layer_types"]
+    if family.attention.rotary_layers is not None:
+        names.append(family.attention.rotary_layers)
+    for name in names:
+        entries = getattr(hf, name, None)
+        if entries is not None and len(entries) != hf.num_hidden_layers:
+            return f"{len(entries)} entries in {name}, but {hf.num_hidden_layers} layers"
+    types = getattr(hf, "layer_types", None) or []
+    window = family.attention.window
+    if window is not None and "sliding_attention" in types and getattr(hf, window) is None:
+        return f"sliding_attention in layer_types, but no {window}"
+    return ""
 
 
 def moe_layers(hf: Any) -> list[int]:
@@ -240,6 +287,8 @@ def _moe_problem(hf: Any) -> str:
         problem = _greedy_router_problem(hf)
     elif experts.router == "softmax" and sizes.top_k == 1 and hf.norm_topk_prob:
         problem = "norm_topk_prob true with num_experts_per_tok 1, whose router has no gradient"
+    elif experts.router == "chosen_softmax" and sizes.top_k == 1:
+        problem = "num_experts_per_tok 1, whose router has no gradient"
     if not problem and sizes.top_k > sizes.num_experts:
         problem = f"num_experts_per_tok {sizes.top_k}, of {sizes.num_experts} experts"
     return problem
@@ -265,8 +314,6 @@ def _sigmoid_router_problem(hf: Any, sizes: MoeSizes) -> str:
     routing = (
         f"num_experts_per_tok {top_k} of {experts} experts, n_group {groups}, topk_group {chosen}"
     )
-    if sizes.layers[0] < 0:
-        return f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more"
     # transformers ignores this field if mlp_layer_types decides
     first = getattr(hf, "first_k_dense_replace", sizes.layers[0])
     if list(sizes.layers) != list(range(first, hf.num_hidden_layers)):
@@ -310,7 +357,8 @@ def model_sizes(model: Mapping[str, Any]) -> ModelSizes:
 def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
     """Refuses kinds of rotary frequencies that are not known, or depend on the length."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind in ("longrope", "su"):
+    if kind in LENGTH_DEPENDENT_ROPE:
+        # SGLang 0.5.23 scales "dynamic" at every length, transformers only beyond the context.
         raise ValueError(
             f"{where} rope_type {quoted(kind)}, whose frequencies depend on the length of a"
             " sequence, which is not supported; choose a model with another rope_type."

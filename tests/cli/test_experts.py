@@ -29,6 +29,11 @@ GLM = {
     "n_routed_experts": 6,
     "norm_topk_prob": True,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_local_experts": 6,
+}
 TENSOR_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 ENGINE = "--rollout-engine sglang --sglang-url http://localhost:30000"
 
@@ -68,11 +73,7 @@ REFUSED = {
         "shared expert is 25",
     ),
     "experts with biases over ranks": (
-        {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "num_local_experts": 6,
-        },
+        GPT_OSS,
         TENSOR_2,
         2,
         "experts with biases need 1",
@@ -93,6 +94,12 @@ REFUSED = {
         "",
         1,
         "first_k_dense_replace -1",
+    ),
+    "one expert per token of gpt-oss": (
+        GPT_OSS | {"num_experts_per_tok": 1},
+        "",
+        1,
+        "num_experts_per_tok 1",
     ),
     "groups that do not fit": (GLM | {"n_group": 4, "topk_group": 1}, "", 1, "n_group 4"),
     "no experts": ({"num_experts": 0}, "", 1, "num_experts"),

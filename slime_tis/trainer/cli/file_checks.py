@@ -202,7 +202,7 @@ def layout_problems(
     tensor_size = megatron.tensor_model_parallel_size
     expert_tensor_size = megatron.expert_tensor_parallel_size or tensor_size
     if FAMILIES[model["architectures"][0]].biases and expert_tensor_size > 1:
-        # megatron-core adds the bias of an expert on each of its ranks
+        # Each rank that has a part of an expert adds the whole bias to the sum over these ranks.
         yield (
             "--expert-tensor-parallel-size (unset: --tensor-model-parallel-size) is"
             f" {expert_tensor_size} but experts with biases need 1; set it to 1."
@@ -224,9 +224,11 @@ def _divided_sizes(
     pipeline = megatron.pipeline_model_parallel_size
     layers = model.get("num_hidden_layers", 0)
     sizes = []
-    # A size that config.json omits counts as divisible.
     for part in TENSOR_PARTS:
-        sizes.append(("--tensor-model-parallel-size", tensor, part, model.get(part, tensor)))
+        size = model.get(part)
+        if size is None:  # absent or null in config.json
+            size = tensor
+        sizes.append(("--tensor-model-parallel-size", tensor, part, size))
     sizes.append(("--pipeline-model-parallel-size", pipeline, "num_hidden_layers", layers))
     if moe is None:
         return sizes

@@ -185,7 +185,7 @@ def _theta(frequency: Tensor, factor: float) -> Tensor:
 
 
 def _dynamic(frequency: Tensor, factor: float) -> Tensor:
-    """Returns the frequencies of SGLang and vLLM for dynamic rope scaling.
+    """Returns the frequencies of SGLang for dynamic rope scaling.
 
     Unlike those of transformers, they do not depend on the length.
     """

@@ -1,0 +1,66 @@
+"""Fields of config.json that a family reads, with values that transformers accepts by itself."""
+
+import json
+
+import pytest
+
+from slime_tis.hf_directory import load_config, read_model_config
+from slime_tis.trainer.cli.file_checks import layout_problems
+from slime_tis.trainer.configs.megatron import MegatronConfig
+from tests.checkpoints import FAMILIES, MOE_SIZES, SIZES, architecture_of_family
+
+WINDOWS = ["full_attention", "sliding_attention"]
+REFUSED = {
+    "one flag for two layers": ("smollm3", {"no_rope_layers": [1]}, "1 entries in no_rope_layers"),
+    "one type for two layers": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse"]},
+        "1 entries in mlp_layer_types",
+    ),
+    "windows without a size": (
+        "gpt_oss",
+        {"layer_types": WINDOWS, "sliding_window": None},
+        "no sliding_window",
+    ),
+    "no size of values": ("deepseek_v3", {"v_head_dim": None}, "no v_head_dim"),
+    "no number of chosen experts": (
+        "deepseek_v2",
+        {"num_experts_per_tok": None},
+        "no num_experts_per_tok, which DeepSeek-V2-Lite needs",
+    ),
+    "no groups of experts": ("deepseek_v3", {"n_group": None}, "no n_group"),
+    "no first sparse layer": (
+        "deepseek_v3",
+        {"first_k_dense_replace": None},
+        "no first_k_dense_replace",
+    ),
+    "dense layers before the first": (
+        "deepseek_v2",
+        {"first_k_dense_replace": -1},
+        "first_k_dense_replace -1",
+    ),
+}
+
+
+def write_config(directory, family, fields):
+    """Writes config.json of a tiny model with other values of some fields."""
+    config_class, _ = FAMILIES[family]
+    config = config_class(**{**SIZES, **MOE_SIZES.get(family, {})}).to_dict()
+    config["architectures"] = [architecture_of_family(family)]
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(("family", "fields", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_training_cannot_read_is_refused(family, fields, words, tmp_path):
+    write_config(tmp_path, family, fields)
+    with pytest.raises(ValueError, match=words):
+        read_model_config(tmp_path)
+        load_config(tmp_path)
+
+
+def test_key_value_heads_of_null_are_as_many_as_heads(tmp_path):
+    write_config(tmp_path, "phi3", {"num_key_value_heads": None})
+    model = read_model_config(tmp_path)
+    assert load_config(tmp_path).num_key_value_heads == SIZES["num_attention_heads"]
+    config = MegatronConfig(hf_checkpoint=str(tmp_path), tensor_model_parallel_size=2)
+    assert list(layout_problems(config, model, None, 2)) == []
