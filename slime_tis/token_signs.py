@@ -116,7 +116,7 @@ def token_sums(
             nothing is known.
         weights: Counts of compared and of changed weights, of `WeightProbe`.
     """
-    # Float64 costs little for log-probs alone, and squares of equal numbers must cancel.
+    # float64 costs little for log-probs alone, and squares of equal numbers must cancel.
     valid_BT = mask_BT.bool() & is_log_prob(train_BT) & is_log_prob(rollout_BT)
     train_BT = torch.where(valid_BT, train_BT, 0.0).double()
     rollout_BT = torch.where(valid_BT, rollout_BT, 0.0).double()

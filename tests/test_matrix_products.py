@@ -1,5 +1,7 @@
 """Products by oneDNN and by MKL against float64, on any processor."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -103,3 +105,9 @@ def test_the_choice_depends_on_the_processor(monkeypatch, tmp_path):
         answers[vendor] = prefers_onednn.__wrapped__()
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     assert answers == {"GenuineIntel": False, "AuthenticAMD": has_both}
+
+
+def test_a_torch_without_the_operation_uses_mkl(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert not prefers_onednn.__wrapped__()

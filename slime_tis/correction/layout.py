@@ -251,7 +251,7 @@ class Layout:
         train = blocks["train_log_probs"]
         rollout = blocks["rollout_log_probs"]
         log_prob_dtype = torch.promote_types(train.dtype, rollout.dtype)
-        # Float64 log-probs are computed in float64, all others in float32.
+        # float64 log-probs are computed in float64, all others in float32.
         working = torch.promote_types(log_prob_dtype, torch.float32)
         current = blocks.get("current_log_probs")
         if current is not None:

@@ -248,7 +248,7 @@ def adaptive_bounds(
 
 def clamped_k3_of(log_ratio: Tensor) -> Tensor:
     """exp(Δ) − 1 − Δ of Δ clamped to ±`K3_RANGE`, in float64."""
-    # Float32 would keep only three digits at Δ = 1e-4.
+    # float32 would keep only three digits at Δ = 1e-4.
     clamped = log_ratio.to(torch.float64).clamp(-K3_RANGE, K3_RANGE)
     return torch.expm1(clamped).sub_(clamped)
 

@@ -312,7 +312,7 @@ def _deviation(weights: WeightSums[float], count: float, spread: float) -> float
         mean = weights.minus_1 / count
         mean_square = weights.minus_1_squared / count
     variance = mean_square - mean**2
-    # The difference of two equal numbers, up to the rounding of their sums.
+    # If all weights are equal, only the rounding error of the two sums is left.
     if variance <= 4 * sys.float_info.epsilon * mean_square:
         return 0.0
     return min(math.sqrt(variance), max(spread, 0.0) / 2)

@@ -417,8 +417,8 @@ def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * earlier_L
     inside_L = (divergence_L <= x.config.eps_clip) & (x.prefix_sums(divergence_L) <= budget_L)
     # r − 1 has the sign of log r.
-    returns_L = x.advantages_L * (log_prob_L - old_log_prob_L) <= 0
-    kept_L = inside_L | returns_L
+    moves_back_L = x.advantages_L * (log_prob_L - old_log_prob_L) <= 0
+    kept_L = inside_L | moves_back_L
     ratio_L = policy_ratio(x.log_probs_L, x.old_log_probs_L)
     loss_L = where(kept_L, -ratio_L * x.advantages_L, 0.0)
     return loss_L, (~kept_L).to(loss_L.dtype)
@@ -491,7 +491,7 @@ def kl_estimate(
         raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl, got {kind!r}")
     kl_L = estimates[kind](difference_L)
     if ratio_L is not None:
-        # Float16 ends at 65504, and the product of both bounds is larger.
+        # float16 ends at 65504, and the product of both bounds is larger.
         largest = torch.finfo(kl_L.dtype).max / 4
         kl_L = (ratio_L * kl_L).clamp(-largest, largest)
     if kind == "low_var_kl":
@@ -511,7 +511,7 @@ def _k2(difference_L: Tensor) -> Tensor:
 
 def _squared(difference_L: Tensor) -> Tensor:
     """d², bounded; the gradient is 0 beyond the bound."""
-    # Float16 ends at 65504, so 256² would overflow.
+    # float16 ends at 65504, so 256² would overflow.
     bound = LOG_PROB_LIMIT
     if difference_L.dtype == torch.float16:
         bound = 128.0

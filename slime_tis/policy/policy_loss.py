@@ -225,7 +225,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
 def usable_log_probs(
     log_probs_L: Tensor, old_log_probs_L: Tensor, mask_L: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """log π_θ with gradient and log π_old, with ratio 1 at masked tokens and without a log-prob.
+    """log π_θ with gradient and log π_old; tokens that are masked or lack one have ratio 1.
 
     This comes before any arithmetic, because the gradient of a masked NaN is NaN.
     """

@@ -32,6 +32,9 @@ def prefers_onednn() -> bool:
     """Whether oneDNN multiplies float32 matrices faster than MKL: AVX-512, but not Intel's."""
     if not torch.backends.mkl.is_available() or not torch.backends.mkldnn.is_available():
         return False
+    # The operation is private, and another version of torch may lack it.
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:

@@ -17,7 +17,7 @@ from pyarrow import parquet
 from slime_tis.analysis.dumps import files as own
 from slime_tis.analysis.dumps.files import is_own_parquet, parquet_tables, write
 from slime_tis.analysis.dumps.readers import files_of, read
-from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable, cast
 from tests.dumps.tables import assert_same, full_table
 
 
@@ -588,3 +588,8 @@ def test_a_damaged_schema_is_refused(tmp_path, change, message):
     parquet.write_table(change(parquet.read_table(path)), path)
     with pytest.raises(ValueError, match=message):
         list(parquet_tables(path))
+
+
+def test_complex_log_probs_are_refused():
+    with pytest.raises(ValueError, match=r"^train_log_prob has an entry that does not fit float32"):
+        cast(np.array([-1 + 0.5j]), np.float32, "train_log_prob")

@@ -190,6 +190,14 @@ def test_malformed_tools_are_refused(tmp_path, column):
         load_with_tools(tmp_path, {"tools": column})
 
 
+def test_the_first_bad_row_of_a_file_is_reported(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS
+    path = write(tmp_path / "p.jsonl", [{"label": "no prompt"}, {"prompt": "1", "tools": 3}])
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 1 has no key 'prompt'"):
+        load_prompts(path, tokenizer, input_key="prompt", apply_chat_template=True)
+
+
 @pytest.mark.parametrize("column", BAD_TOOLS.values(), ids=BAD_TOOLS)
 def test_without_a_template_tools_are_metadata(tmp_path, column):
     prompt = load_with_tools(tmp_path, {"tools": column}, apply_chat_template=False)

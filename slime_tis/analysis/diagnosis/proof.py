@@ -161,7 +161,12 @@ def prove(
     if trains_adapter:
         base = base_model(hf_checkpoint)
     # Another adapter of the run is a complete model: the base with this adapter.
-    complete = [base if trains_adapter and is_adapter(path) else path for path in others]
+    complete = []
+    for path in others:
+        if trains_adapter and is_adapter(path):
+            complete.append(base)
+        else:
+            complete.append(path)
     check_memory([base, *complete], device)
     model = load_model(base, device)
     own = model.state_dict()

@@ -348,7 +348,7 @@ def _opposite_signs(log_ratio: Floats, changed: Mask) -> float:
 
 
 def _signs_in_words(sign: int, changed: str) -> str:
-    """Returns the sign of Δ of the changed and of the other tokens, as a sentence."""
+    """Returns which tokens have a positive Δ, and which a negative one."""
     if sign > 0:
         return f"Δ is positive for {changed}, and negative for all others"
     return f"Δ is negative for {changed}, and positive for all others"

@@ -481,7 +481,7 @@ def _samples(
 
 
 def _second_scoring(table: TokenTable) -> NDArray[Any]:
-    """Returns training's other log-probs of the same weights [N], or the same ones again."""
+    """Returns training's second scoring with the same weights [N]; without one, the first."""
     if table.metadata.get("old_policy") in ("rollout", "interpolated"):
         # This log π_old is no scoring by training.
         return table.policy_log_prob

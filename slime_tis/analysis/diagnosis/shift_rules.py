@@ -276,7 +276,7 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
         path[t - 1] = came_from[t, path[t]]
     lags = np.array(LAGS)[path]
     partner = np.arange(tokens) + lags
-    # A token without a partner has a fixed cost, which says nothing about the agreement.
+    # Tokens without a partner have a fixed cost, so they do not show whether log-probs agree.
     paired = (lags != 0) & (partner >= 0) & (partner < tokens)
     before = cost_TK[paired, 0].sum()
     after = cost_TK[np.arange(tokens), path][paired].sum()

@@ -206,8 +206,8 @@ def _repeats(table: TokenTable) -> Integers | None:
     if table.token is None:
         return None
     key = _sample_and_token(table.sample, table.token)
-    # Sorted stably, equal tokens of a sample are adjacent and keep their order. A token's distance
-    # to the first of them is the number of earlier occurrences.
+    # A stable sort makes equal tokens of a sample neighbors, in their order. A token's index in the
+    # run of its neighbors counts its earlier occurrences.
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
     counts = np.diff(np.append(starts, len(key)))

@@ -421,6 +421,9 @@ def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
     if array.dtype == dtype or not array.size:
         return array.astype(dtype, copy=False)
     problem = f"{name} has an entry that does not fit {np.dtype(dtype).name}"
+    if array.dtype.kind == "c":
+        # numpy would only warn, and drop the imaginary parts.
+        raise ValueError(f"{problem}: {array.reshape(-1)[0]}.")
     try:
         with np.errstate(invalid="ignore", over="ignore"):
             numbers: Column = array.astype(dtype)

@@ -24,7 +24,7 @@ PROGRAMS = {"trainer_state.json": "TRL", "*.log": "verl", "*.txt": "verl", "*.ou
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """The metrics of another program's run."""
+    """Metrics that another program has logged."""
 
     rows: LogTable
     file: Path

@@ -85,7 +85,7 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> 
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    # Torchrun starts one process per rank; one of them warns.
+    # torchrun starts one process per rank; one of them warns.
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings_of(arguments):
             print(f"warning: {warning}", file=sys.stderr)

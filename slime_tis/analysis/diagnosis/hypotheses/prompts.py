@@ -223,7 +223,9 @@ def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
     special = torch.tensor(sorted(tokenizer.all_special_ids))
 
     def without_first_message(prompt: Tensor, _: int) -> Tensor:
-        bos = tokenizer.bos_token_id or -1
+        bos = tokenizer.bos_token_id
+        if bos is None:
+            bos = -1
         is_mark = torch.isin(prompt, special) & (prompt != bos)
         marks = prompt[is_mark]
         if not len(marks):

@@ -130,30 +130,31 @@ def for_weights(
 def _for_parts(path: str, different: Weights) -> dict[str, Hypothesis]:
     """Returns the hypotheses on the parts of a model that have a different tensor."""
     table: dict[str, Hypothesis] = {}
-    for part, words in PARTS.items():
-        tensors = {}
-        for name, weight in different.items():
-            if any(word in name for word in words):
-                tensors[name] = weight
-        if 0 < len(tensors) < len(different):
-            table |= _part(part, path, tensors)
+    for part, tensors in _tensors_by_part(different):
+        table |= _part(part, path, tensors)
     return table
 
 
 def _for_adapter_parts(path: str, different: Weights) -> dict[str, Hypothesis]:
-    """Returns the hypotheses that an adapter is loaded only in part, or in a part too much."""
+    """Returns the hypotheses that a part of an adapter is missing, or is applied twice."""
     table: dict[str, Hypothesis] = {}
+    for part, tensors in _tensors_by_part(different):
+        claim = f"applies the {part} of the adapter {_escaped(path)} {{value:+.3g}} times more"
+        network = _towards(tensors)
+        name = f"{part} of the adapter {path}"
+        table[name] = Hypothesis(claim, CAUSE, (-1.0, 1.0), network=network)
+    return table
+
+
+def _tensors_by_part(different: Weights) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yields the parts of a model with their tensors, if some tensors belong to other parts."""
     for part, words in PARTS.items():
         tensors = {}
         for name, weight in different.items():
             if any(word in name for word in words):
                 tensors[name] = weight
         if 0 < len(tensors) < len(different):
-            claim = f"applies the {part} of the adapter {_escaped(path)} {{value:+.3g}} times more"
-            network = _towards(tensors)
-            name = f"{part} of the adapter {path}"
-            table[name] = Hypothesis(claim, CAUSE, (-1.0, 1.0), network=network)
-    return table
+            yield part, tensors
 
 
 def _for_layers(path: str, different: Weights) -> dict[str, Hypothesis]:
@@ -178,8 +179,7 @@ def _for_layers(path: str, different: Weights) -> dict[str, Hypothesis]:
 def _for_unfinished_updates(path: str, different: Weights) -> dict[str, Hypothesis]:
     """Returns the hypotheses on half an update: it ended early, or its beginning is missing.
 
-    A transport sends tensors in the order of the model, and files have them in the order of their
-    names.
+    Engines receive tensors in the order of the model, or read files that sort them by name.
     """
     table: dict[str, Hypothesis] = {}
     orders = {"": list(different), " by name": sorted(different)}

@@ -351,10 +351,10 @@ class LocalEngine:
 
     def save_weights(self, directory: Path) -> None:
         """Writes the rounded weights into a checkpoint."""
-        tensors = {name: weight.cpu() for name, weight in self._tensors()}
+        held = dict(self._tensors())
         if self._adapters is not None:
-            adapters = self._adapters.tensors()
-            tensors = {name: weight.cpu() for name, weight in adapters.items()}
+            held = self._adapters.tensors()
+        tensors = {name: weight.cpu() for name, weight in held.items()}
         save_file(tensors, directory / ROLLOUT_WEIGHTS)
 
     def load_weights(self, directory: Path, version: int) -> None:
