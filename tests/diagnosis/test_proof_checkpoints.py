@@ -328,6 +328,20 @@ def test_claims_on_the_start_of_an_answer_are_sentences(start: Path) -> None:
     assert table["generation prompt added"].claim == f"reads twice {part}"
 
 
+@pytest.mark.parametrize("bos", [0, 1], ids=["id 0", "id 1"])
+def test_the_first_message_starts_after_bos(start: Path, bos: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    mark, other = 2, 9
+    tokens = {"bos_token": bos, "eos_token": mark}
+    tokenizer.add_special_tokens(
+        {name: tokenizer.convert_ids_to_tokens(token) for name, token in tokens.items()}
+    )
+    edit = for_template(tokenizer)["first message missing"].prompt
+    assert edit is not None
+    prompt = torch.tensor([bos, mark, other, mark, other + 1])
+    assert edit(prompt, 0).tolist() == [mark, other + 1]
+
+
 def test_experts_of_the_dump_are_tried(tmp_path: Path) -> None:
     model = loaded(make_checkpoint(tmp_path, "qwen3_moe"))
     gates = [layer.mlp.gate for layer in model.model.layers]

@@ -157,16 +157,12 @@ def prove(
     from transformers import AutoTokenizer
 
     base = hf_checkpoint
+    complete = list(others)
     trains_adapter = is_adapter(hf_checkpoint)
     if trains_adapter:
         base = base_model(hf_checkpoint)
-    # Another adapter of the run is a complete model: the base with this adapter.
-    complete = []
-    for path in others:
-        if trains_adapter and is_adapter(path):
-            complete.append(base)
-        else:
-            complete.append(path)
+        # Another adapter of the run is a complete model: the base with this adapter.
+        complete = [base if is_adapter(path) else path for path in others]
     check_memory([base, *complete], device)
     model = load_model(base, device)
     own = model.state_dict()

@@ -221,13 +221,10 @@ def for_bos(bos: int) -> dict[str, Hypothesis]:
 def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
     """Returns the hypotheses on special tokens, and on the chat template if it renders."""
     special = torch.tensor(sorted(tokenizer.all_special_ids))
+    message_marks = torch.tensor(sorted({*tokenizer.all_special_ids} - {tokenizer.bos_token_id}))
 
     def without_first_message(prompt: Tensor, _: int) -> Tensor:
-        bos = tokenizer.bos_token_id
-        if bos is None:
-            bos = -1
-        is_mark = torch.isin(prompt, special) & (prompt != bos)
-        marks = prompt[is_mark]
+        marks = prompt[torch.isin(prompt, message_marks)]
         if not len(marks):
             return prompt
         # The first special token after BOS usually starts every message.
