@@ -60,14 +60,14 @@ def flags_of(words: Iterable[str]) -> list[Flag]:
 
 def with_replaced_flags(words: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
     """Returns `words` without the flags that `others` has too, and then `others`."""
-    replaced = {one.name for one in flags_of(others)}
+    # The words before the first flag are an item without a flag, and stay.
+    replaced = {one.name for one in flags_of(others)} - {""}
     kept: list[str] = []
     for one in flags_of(words):
         # Such a word is another flag, such as -tp: both stay, and programs take the last value.
         has_short_flag = any(SHORT_FLAG.match(word) for word in one.following)
         if one.name in replaced and not has_short_flag:
             continue
-        # The words before the first flag are an item without a flag.
         if one.word:
             kept.append(one.word)
         kept += one.following

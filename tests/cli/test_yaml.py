@@ -193,6 +193,14 @@ def test_server_flags_replace_equal_ones_of_yaml(base, tmp_path, engine, flags, 
     assert got.servers[engine].server_args == expected
 
 
+def test_server_flags_keep_a_wrong_word_of_yaml_visible(base, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "rollout_engine: vllm\nvllm_launch: 1\nvllm_server_args: [dtype, bfloat16, --x]\n"
+    )
+    with pytest.raises(ValueError, match=r"begins with 'dtype' but must begin with a flag"):
+        configured(base + "--custom-config-path run.yaml --vllm-dtype float32")
+
+
 LISTS = ["--eval-prompt-data eval.jsonl", "--rollout-stop-token-ids 2 5"]
 
 
