@@ -100,9 +100,8 @@ def make_engine(checkpoint, weights, **options):
     """An engine with short timeouts; `options` are fields of EngineHost, ServerSettings and
     ServerConfig with the prefix sglang_."""
     tokenizer = options.pop("tokenizer", None) or load_tokenizer(checkpoint)
-    host = {
-        name: options.pop(name) for name in ("weights_version", "output_dir") if name in options
-    }
+    host_fields = ("weights_version", "check_interrupts", "output_dir")
+    host = {name: options.pop(name) for name in host_fields if name in options}
     given = [name for name in options if name.startswith("sglang_")]
     config = server_config(
         "sglang", **{name.removeprefix("sglang_"): options.pop(name) for name in given}

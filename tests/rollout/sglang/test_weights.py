@@ -1,5 +1,6 @@
 """Rollouts while weights change: every token carries the version of the weights that sampled it."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -116,6 +117,24 @@ def test_a_server_serves_again_when_it_has_the_weights(refused_update):
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=1)
     assert_exact(groups, PROMPTS)
     assert versions_of(groups) == {2}
+
+
+def test_a_returned_server_gets_weights_even_if_every_rollout_is_short(start):
+    pending = []
+
+    def wait_for_the_rollout():
+        wait_until(pending[-1].future.done)
+
+    run = start(2, check_interrupts=wait_for_the_rollout)
+    run.servers[1].replies["/update_weights_from_disk"] = [REFUSED]
+    run.update(1)
+    run.servers[1].paused = False
+    deadline = time.monotonic() + 30.0
+    while run.engine.metrics()["rollout/sglang_returns"] == 0:
+        assert time.monotonic() < deadline
+        pending.append(run.engine.submit(PROMPTS[:1], SAMPLING, seed=0))
+        pending[-1].result()
+    assert run.servers[1].version == 1
 
 
 def test_only_local_engines_checkpoint_weights(start):

@@ -5,6 +5,7 @@ The types check single values (type, finite, bounds); functions check their rela
 counts.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,7 +222,7 @@ def checked_log_probs(token_ids: Sequence[int], entries: Sequence[TokenLogProb])
 def has_duplicates(experts: npt.NDArray[np.integer[Any]]) -> bool:
     """Whether a token has the same expert twice in a layer, in experts [tokens, layers, k]."""
     columns = np.ascontiguousarray(experts.reshape(-1, experts.shape[-1]).T)
-    return any((columns[i] == columns[j]).any() for i in range(len(columns)) for j in range(i))
+    return any((one == other).any() for one, other in itertools.combinations(columns, 2))
 
 
 def check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | None) -> None:

@@ -322,16 +322,17 @@ class ServerEngine:
     def _wait(self, future: Future[None], weights: WeightSource) -> None:
         """Waits for a rollout, and sends weights to servers that come back without them."""
         while not future.done():
-            self._servers.changed.wait(SAFE_POINT_INTERVAL)
-            self._servers.changed.clear()
             self._host.check_interrupts()
-            if self._servers.waiting_for_source and not future.done():
+            # Before the wait: a server may have come back too late for the previous rollout.
+            if self._servers.waiting_for_source:
                 # The source yields the policy's current weights, which may be newer than the last
                 # update.
                 version = self.weight_version
                 if self._host.weights_version is not None:
                     version = self._host.weights_version()
                 self._loop.run(self._servers.update_returned(weights, version))
+            self._servers.changed.wait(SAFE_POINT_INTERVAL)
+            self._servers.changed.clear()
         try:
             future.result()
         except CancelledError:
