@@ -23,6 +23,15 @@ PARAMETERS = {
 }
 
 
+def test_a_distilled_model_has_the_sizes_of_its_own_family():
+    model = model_from_script({}, "/models/DeepSeek-R1-0528-Qwen3-8B")
+    assert model["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_the_sizes_of_a_distilled_model_are_unknown():
+    assert model_from_script({}, "/models/DeepSeek-R1-Distill-Llama-8B") is None
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_parameters_of_published_models(name, tmp_path):
     model = model_from_script({}, f"/models/{name}")

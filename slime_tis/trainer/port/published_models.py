@@ -194,12 +194,14 @@ ARCHITECTURES: Mapping[str, str] = {
 
 OTHER_FAMILIES = re.compile(
     r"(kimi-(?!k2)|kimi-k2\.|deepseek-v2(?!-lite)|deepseek-v3\.2|deepseek-v[4-9]|"
-    r"gemma-?[124]|gemma-?3n|gemma-?3-(4b|12b|27b)|mimo-v|minimax|nemotron|qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
+    r"gemma-?[124]|gemma-?3n|gemma-?3-(4b|12b|27b)|mimo-v|minimax|nemotron|"
+    r"qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
     r"glm-?5|mistral-small-3\.[1-9]|mistral-large|mixtral|"
     r"phi-[1-3]|phi-4-(mini|multimodal)|olmoe)"
 )
-"""Names of models whose layers this program does not have. Distilled DeepSeek models are Qwen or
-Llama models."""
+"""Names of models whose layers this program does not have."""
+DISTILLED = re.compile(r"deepseek-r1-(distill|0528(?=-qwen3))-")
+"""Beginning of the names of Qwen and Llama models that were distilled from DeepSeek-R1."""
 QUANTIZED = re.compile(r"-(fp8|int4|int8|awq|gptq|nvfp4|mxfp4|mxfp8|w4a16|w8a8)\b")
 """Names of checkpoints with quantized weights."""
 DEFAULT_CONTEXT_LEN = 1 << 20
@@ -235,6 +237,7 @@ def model_from_script(given: Mapping[str, Flag], directory: str) -> dict[str, An
     sizes = _sizes(given)
     if sizes is None:
         name = PurePosixPath(directory).name.lower().replace("meta-llama-", "llama-")
+        name = DISTILLED.sub("", name)
         matches = [published for published in PUBLISHED if published in name]
         if not matches:
             return None
