@@ -105,3 +105,20 @@ def test_a_missing_scale_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match=f"no tensor {UP}_scale_inv"):
         dequantize(model, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_scales_of_another_block_size_are_refused(tmp_path):
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    quantize(model)
+    path = model / "config.json"
+    fields = json.loads(path.read_text())
+    # with blocks of twice the rows, half of the scales would be ignored
+    fields["quantization_config"]["weight_block_size"] = [32, 32]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="_scale_inv has the shape"):
+        dequantize(model, tmp_path / "out")
+
+
+def test_a_name_of_the_hub_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no config"):
+        dequantize("deepseek-ai/DeepSeek-V3", tmp_path / "out")

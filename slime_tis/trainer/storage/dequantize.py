@@ -9,6 +9,7 @@ transformers 5.23 loads both as bfloat16, but its `save_pretrained` writes fp8 n
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,10 +44,16 @@ def dequantize(directory: str | Path, target: str | Path) -> Path:
         The written directory.
 
     Raises:
-        ValueError: The format is another one, a tensor is missing, or the target has other files.
+        ValueError: The format is another one, a tensor is missing or has scales of another shape,
+            or the target has other files.
     """
     source = Path(directory)
     path = source / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"DIR is {quoted_path(directory)} but holds no config.json; give a Hugging Face"
+            " directory, not a name of the Hub."
+        )
     config = parse_object(path.read_bytes(), str(path))
     block = _block_size(config, source)
     out = Path(target).resolve()
@@ -102,11 +109,24 @@ def dequantized_tensors(directory: Path, block: tuple[int, int]) -> Iterator[tup
         if name.endswith(MXFP4_BLOCKS):
             stem = name.removesuffix(MXFP4_BLOCKS)
             scales = _read(files, stem + MXFP4_SCALES)
+            _check_scales(stem + MXFP4_SCALES, scales, list(tensor.shape[:-1]))
             yield stem, convert_moe_packed_tensors(tensor, scales)
         elif tensor.dtype == torch.float8_e4m3fn:
-            yield name, scaled_blocks(tensor, _read(files, name + FP8_SCALE), block)
+            scales = _read(files, name + FP8_SCALE)
+            blocks = [-(-size // step) for size, step in zip(tensor.shape, block, strict=True)]
+            _check_scales(name + FP8_SCALE, scales, blocks)
+            yield name, scaled_blocks(tensor, scales, block)
         else:
             yield name, tensor
+
+
+def _check_scales(name: str, scales: Tensor, blocks: list[int]) -> None:
+    """Refuses scales that do not have one number for each block."""
+    if list(scales.shape) != blocks:
+        raise ValueError(
+            f"the tensor {name} has the shape {list(scales.shape)}, but its weight has"
+            f" {blocks} blocks by the quantization_config; download the checkpoint again."
+        )
 
 
 def scaled_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -142,6 +162,9 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; unfinished files are removed.", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 
