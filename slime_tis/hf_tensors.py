@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 """File with all tensors, if there is no index."""
 FINGERPRINT_BLOCKS = 64
-"""Evenly spaced blocks of 4 KiB of each file of weights that identify the model."""
+"""Number of evenly spaced blocks of 4 KiB that `weights_fingerprint` reads per file."""
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
@@ -46,13 +46,14 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
         raise ValueError(
             f"{directory} has no {SINGLE} and no {INDEX}; only checkpoints in safetensors are read."
         )
-    return dict.fromkeys(_tensors_of(single), single)
+    return dict.fromkeys(tensors_of(single), single)
 
 
 def weights_fingerprint(directory: str | Path) -> bytes:
-    """Returns a SHA-256 of the sizes of the weights' files and of samples of their content.
+    """Returns a SHA-256 of the weight files' sizes and of samples of their content.
 
-    Weights of another training differ almost everywhere, so that few blocks of each file suffice.
+    Training changes almost every weight, so a few blocks per file are enough to tell models apart.
+    A change of single weights can remain unnoticed.
     """
     digest = hashlib.sha256()
     for path in sorted(set(tensor_files(directory).values())):
@@ -83,7 +84,7 @@ def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
             raise ValueError(f"{directory} has no tensor {name}, which its config.json asks for.")
         path = files[name]
         if path not in headers:
-            headers[path] = _tensors_of(path)
+            headers[path] = tensors_of(path)
         if name not in headers[path]:
             raise ValueError(f"{path} has no tensor {name}, which {INDEX} says it has.")
         kind, actual = headers[path][name]
@@ -233,8 +234,12 @@ def _file_within(directory: Path, index: Path, file: str) -> Path:
     return path
 
 
-def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns the types and shapes of the tensors in a safetensors file, from the header."""
+def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the types and shapes of the tensors in a safetensors file, from the header.
+
+    Raises:
+        ValueError: The file cannot be read, or is no safetensors file.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

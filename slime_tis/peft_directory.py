@@ -1,7 +1,7 @@
 """Reads and writes LoRA adapters in PEFT's format, without importing PEFT.
 
-A directory has `adapter_config.json` and `adapter_model.safetensors`. The tensors of the linear
-layer `model.layers.0.self_attn.q_proj` are
+A directory contains `adapter_config.json` and `adapter_model.safetensors`. For the linear layer
+`model.layers.0.self_attn.q_proj`, the tensors are
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight  [rank, in]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight  [out, rank]
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import first_line, quoted, quoted_path
+from slime_tis.hf_tensors import FLOAT_TYPES, tensors_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +37,19 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None,),
+    # Others, such as pissa, subtract the initial adapter from the model's weights.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
-"""Fields of adapter_config.json that must have one of these values: others are not plain LoRA."""
+"""Values of fields of adapter_config.json with plain LoRA; all other values are refused."""
+MAX_RANK = 4096
+"""Largest accepted rank, as of --lora-rank."""
+MAX_ALPHA = 1e6
+"""Largest accepted α, as of --lora-alpha."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +69,15 @@ def tensor_name(layer: str, matrix: str) -> str:
 
 
 def is_adapter(directory: str | Path) -> bool:
-    """Returns whether a directory has an adapter of PEFT."""
+    """Returns whether a directory contains an adapter in PEFT's format."""
     return (Path(directory) / CONFIG).is_file()
 
 
 def base_model(directory: str | Path) -> str:
-    """Returns the directory of the model without the adapter, which the adapter names.
+    """Returns the directory of the base model that an adapter's configuration names.
 
     Raises:
-        ValueError: The adapter names none, or one that is not on this machine.
+        ValueError: It names no model, or one that is not on this machine.
     """
     path = Path(directory) / CONFIG
     try:
@@ -90,7 +102,8 @@ def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
         subject: Beginning of error messages, such as the option and its value.
 
     Raises:
-        ValueError: The directory has no adapter, or one of another kind than plain LoRA.
+        ValueError: The directory has no adapter, or one that is not plain LoRA, or the tensors have
+            another rank.
     """
     path = Path(directory) / CONFIG
     try:
@@ -109,14 +122,19 @@ def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
             )
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
-    if type(rank) is not int or not 1 <= rank <= 4096:
-        raise ValueError(f"{subject} but its {CONFIG} has r {quoted(rank)}.")
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise ValueError(f"{subject} but its {CONFIG} has lora_alpha {quoted(alpha)}.")
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise ValueError(
+            f"{subject} but its {CONFIG} has r {quoted(rank)}, which must be an integer from 1 to"
+            f" {MAX_RANK}."
+        )
+    if type(alpha) not in (int, float) or not 0 < alpha <= MAX_ALPHA:
+        raise ValueError(
+            f"{subject} but its {CONFIG} has lora_alpha {quoted(alpha)}, which must be a number"
+            f" above 0, and at most {MAX_ALPHA:,.0f}."
+        )
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)
-    layers = {layer.rpartition(".")[2] for layer in _layers(directory, subject)}
-    return AdapterConfig(rank=rank, alpha=alpha, targets=tuple(sorted(layers)))
+    return AdapterConfig(rank=rank, alpha=alpha, targets=_targets(directory, rank, subject))
 
 
 def read_adapter_tensors(directory: str | Path, subject: str) -> "dict[str, Tensor]":
@@ -180,24 +198,38 @@ def write_adapter(
         raise OSError(str(error)) from error
 
 
-def _layers(directory: str | Path, subject: str) -> set[str]:
-    """Returns the names of the adapted layers, from the header of the weights' file."""
-    from safetensors import SafetensorError, safe_open
+def _targets(directory: str | Path, rank: int, subject: str) -> tuple[str, ...]:
+    """Returns the last parts of the names of the adapted layers; checks the file's header.
 
+    Raises:
+        ValueError: The file cannot be read, or a tensor is not an A or B of this rank.
+    """
     path = Path(directory) / WEIGHTS
     try:
-        with safe_open(str(path), "pt") as file:
-            names = list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{subject} but {quoted_path(path)} cannot be read: {first_line(error)}."
-        ) from None
-    layers = set()
-    for name in names:
+        headers = tensors_of(path)
+    except ValueError as error:
+        raise ValueError(f"{subject} but {error}") from None
+    targets = set()
+    for name, (kind, shape) in headers.items():
         match = TENSOR.fullmatch(name)
         if match is None:
-            raise ValueError(f"{subject} but it has the tensor {name}, which plain LoRA has not.")
-        layers.add(match["layer"])
-    if not layers:
+            raise ValueError(
+                f"{subject} but it has the tensor {name}, which plain LoRA does not have."
+            )
+        if kind not in FLOAT_TYPES:
+            raise ValueError(
+                f"{subject} but its tensor {name} is of type {kind}, not one of"
+                f" {', '.join(FLOAT_TYPES)}."
+            )
+        rank_dimension = 0
+        if match["matrix"] == "B":
+            rank_dimension = 1
+        if len(shape) != 2 or shape[rank_dimension] != rank:
+            raise ValueError(
+                f"{subject} but its tensor {name} has the shape {list(shape)}, which does not fit"
+                f" r {rank} in {CONFIG}."
+            )
+        targets.add(match["layer"].rpartition(".")[2])
+    if not targets:
         raise ValueError(f"{subject} but {quoted_path(path)} has no tensors.")
-    return layers
+    return tuple(sorted(targets))

@@ -41,10 +41,10 @@ from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.rank_collectives import on_rank_zero
 
 LEAST_SHARE = 0.75
-"""Smallest share of an adapter in force, relative to what survives merging. An adapter with half
-its scale has 0.5."""
+"""Smallest accepted share, relative to the share that survives merging. An adapter with half its
+scale has 0.5."""
 LARGEST_SHARE = 4 / 3
-"""Largest share; an adapter that is applied twice, or with twice its scale, has 2."""
+"""Largest accepted share. An adapter that is applied twice, or with twice its scale, has 2."""
 DEVIATIONS = 4.0
 """A share counts as outside the bounds if it is this many standard errors beyond one."""
 LARGEST_ERROR = 0.05
@@ -56,15 +56,15 @@ variances v of both engines."""
 TRAINING_NOISE: dict[Precision, float] = {"fp16": 0.0125, "bf16": 0.04}
 """Mean |r − n| of SmolLM2-135M in nats, if the run has not measured its own."""
 LEAST_SURVIVAL = 0.2
-"""An adapter of which merging loses more is not judged: most of its weights round to the model's
-own."""
+"""If a smaller share survives merging, the adapter is not judged: most merged weights are then
+rounded to the model's own weights."""
 NOISE_GROWTH = 5.0
 """Factor by which the gap of the engines may exceed their gap without an adapter."""
 MISSING_EFFECT = 0.02
 """Share of the adapter's effect that may be missing in addition: rounding differs from token to
 token."""
 MOST_ROWS = 64
-"""Rows of each matrix in which the survival of merging is measured."""
+"""Number of rows per matrix that measure which share of the adapter survives merging."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class AdapterShare:
         return self.error <= LARGEST_ERROR
 
     def problem(self, survival: float, noise: float | None) -> str:
-        """Returns what is wrong, or an empty text.
+        """Returns the engine's fault, such as "does not apply the LoRA adapter"; empty without one.
 
         Args:
             survival: Share of the adapter that survives merging in the engine's precision.
@@ -182,7 +182,8 @@ class AdapterCheck:
         """Returns the adapter's share by the name of the copy of the weights; a collective.
 
         Raises:
-            ValueError: A copy does not apply the adapter, or applies another scale or a part of it.
+            ValueError: A copy does not apply the adapter, or applies another scale or only a part of
+                it, or log-probs are not finite.
         """
         shares = self._shares()
         self.survival = self._measured_survival()
@@ -192,15 +193,20 @@ class AdapterCheck:
         for copy, share in shares.items():
             if share.effect < self._least_effect():
                 shares[copy] = replace(share, error=math.inf)
+        after = f"adapter error: after the update to step {self.sampler.weight_version}"
         for copy, share in shares.items():
+            if not math.isfinite(share.gap):
+                raise ValueError(
+                    f"{after} the log-probs of a probe are not finite in training or in {copy};"
+                    " check the values of the adapter and --lora-alpha, or lower --lr."
+                )
             problem = share.problem(self.survival, self.noise)
             if problem:
                 raise ValueError(
-                    f"adapter error: after the update to step {self.sampler.weight_version} {copy}"
-                    f" {problem}: its share in the log-probs of a probe is {share.share:.3g} ±"
-                    f" {share.error:.1g}, which should be 1, and mean abs(Δ) is {share.gap:.2g}"
-                    " nats. Check that it loads the weights that it is sent,"
-                    " and that nothing else gives it an adapter."
+                    f"{after} {copy} {problem}: its share in the log-probs of a probe is"
+                    f" {share.share:.3g} ± {share.error:.1g}, which should be 1, and mean abs(Δ) is"
+                    f" {share.gap:.2g} nats. Check that it loads the weights that it is sent, and"
+                    " that nothing else gives it an adapter."
                 )
         return shares
 

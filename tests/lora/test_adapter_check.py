@@ -111,6 +111,7 @@ FAULTS = {
         lambda name, change: change if "self_attn" in name else 0 * change,
         "applies only a part of the LoRA adapter",
     ),
+    "NaN": (lambda name, change: math.nan * change, "are not finite in training or in"),
 }
 
 

@@ -123,6 +123,7 @@ def change_tensors(directory, change):
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+INTEGERS = torch.zeros(4, 32, dtype=torch.int32)
 UNKNOWN = "base_model.model.lm_head.lora_A.weight"
 SPOILED = {
     "another method": (
@@ -130,8 +131,18 @@ SPOILED = {
         "has use_dora True; only plain LoRA is supported",
     ),
     "another kind": (lambda path: change_config(path, peft_type="IA3"), "no LoRA adapter of PEFT"),
-    "rank": (lambda path: change_config(path, r=0), "has r 0"),
-    "scale": (lambda path: change_config(path, lora_alpha=-1), "has lora_alpha -1"),
+    "an initialization that changes the model": (
+        lambda path: change_config(path, init_lora_weights="pissa_niter_4"),
+        "has init_lora_weights 'pissa_niter_4'; only plain LoRA is supported",
+    ),
+    "rank": (lambda path: change_config(path, r=0), "has r 0, which must be an integer from 1"),
+    "rank of other tensors": (lambda path: change_config(path, r=8), "which does not fit r 8"),
+    "scale": (lambda path: change_config(path, lora_alpha=-1), "has lora_alpha -1, which must be"),
+    "huge scale": (lambda path: change_config(path, lora_alpha=10**400), "has lora_alpha 1000"),
+    "integers": (
+        lambda path: change_tensors(path, lambda tensors: tensors.update({FIRST: INTEGERS})),
+        "is of type I32, not one of F64, F32, F16, BF16",
+    ),
     "no config": (lambda path: (path / "adapter_config.json").unlink(), "cannot be read"),
     "no tensors": (lambda path: (path / "adapter_model.safetensors").unlink(), "cannot be read"),
     "a missing tensor": (
