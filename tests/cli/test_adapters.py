@@ -63,3 +63,9 @@ def test_targets_are_separated_by_blanks_or_commas(flags, expected, base):
 def test_small_updates_of_merged_adapters_may_be_rounded_at_random(base):
     flags = "--bf16 --lora-rank 8 --weight-update-rounding stochastic --rollout-precision bf16"
     assert configured(base + flags).rollout.weight_update_rounding == "stochastic"
+
+
+def test_a_second_directory_of_the_export_is_refused_by_its_option(base):
+    flags = "--lora-rank 8 --merge-lora --save-hf hf --save hf-adapter"
+    message = "--merge-lora writes the adapter to 'hf-adapter', which is the same as --save"
+    assert message in refusal(base + flags)

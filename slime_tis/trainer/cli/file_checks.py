@@ -490,13 +490,16 @@ def _check_save(megatron: MegatronConfig) -> None:
 
 
 def _check_export(
-    save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig
+    directory: str, rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig
 ) -> None:
     """Refuses an export that replaces, contains or lies in other directories of the run.
 
     It may lie in the run directory and in the working directory.
     """
-    target = Path(save_hf).resolve()
+    subject = f"--save-hf is {quoted_path(directory)}"
+    if directory != megatron.save_hf:
+        subject = f"--merge-lora writes the adapter to {quoted_path(directory)}"
+    target = Path(directory).resolve()
     output_dir = Path(reporting.output_dir)
     prompts = [(flag, str(file)) for flag, file in _prompt_files(rollout)]
     own_label = "--output-dir (a name that the run itself uses)"
@@ -525,7 +528,7 @@ def _check_export(
         else:
             continue
         raise ValueError(
-            f"--save-hf is {quoted_path(save_hf)}, which is {relation} {flag} {quoted_path(path)};"
-            " an export replaces its whole directory, so give it a separate one."
+            f"{subject}, which is {relation} {flag} {quoted_path(path)}; an export replaces its"
+            " whole directory, so give it a separate one."
         )
-    exports.check_target(target, f"--save-hf is {quoted_path(save_hf)}", "export")
+    exports.check_target(target, subject, "export")
