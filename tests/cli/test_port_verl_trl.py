@@ -186,6 +186,27 @@ def test_missing_yaml_of_trl_is_named(tmp_path):
     assert "the file 'none.yaml' is not found; what it sets is missing." in comments
 
 
+def test_alias_in_yaml_of_trl_is_its_value(tmp_path):
+    (tmp_path / "grpo.yaml").write_text("use_vllm: true\ntop_p: &p 0.7\ntemperature: *p\n")
+    command = ported(tmp_path, "trl grpo --config grpo.yaml")[0]
+    assert "--rollout-top-p 0.7 --rollout-temperature 0.7" in command
+
+
+def test_nested_aliases_in_yaml_of_trl_are_cut(tmp_path):
+    lines = ["use_vllm: true", "a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, 6):
+        aliases = ", ".join([f"*a{level - 1}"] * 10)
+        lines.append(f"a{level}: &a{level} [{aliases}]")
+    (tmp_path / "grpo.yaml").write_text("\n".join(lines))
+    # uncut, they have 5 million characters
+    assert len(ported(tmp_path, "trl grpo --config grpo.yaml")[1]) < 5_000
+
+
+def test_missing_yaml_is_named_if_vllm_is_not_on(tmp_path):
+    with pytest.raises(ValueError, match=r"is not on \(the file 'none\.yaml' is not found"):
+        ported(tmp_path, "trl grpo --config none.yaml")
+
+
 def test_trl_without_vllm_is_refused(tmp_path):
     with pytest.raises(ValueError, match="use_vllm is not on"):
         ported(tmp_path, "trl grpo --learning_rate 1e-6")
@@ -223,6 +244,36 @@ def test_value_that_a_program_computes_is_named(tmp_path):
 def test_mapping_of_options_in_a_program_is_named(tmp_path):
     text = ported_program(tmp_path, {"LENGTH": "8, **more"})
     assert "**more: options of this mapping are not read." in text
+
+
+def test_mapping_that_may_contain_use_vllm_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"is not on \(\*\*more: options of this mapping"):
+        ported_program(tmp_path, {"use_vllm=True": "**more"})
+
+
+def test_program_that_computes_use_vllm_is_taken_to_use_it(tmp_path):
+    text = ported_program(tmp_path, {"use_vllm=True": "use_vllm=args.vllm"})
+    assert "use_vllm is known when the script runs; port has assumed true." in text
+
+
+def test_computed_bound_of_trls_correction_is_shown_as_written(tmp_path):
+    bound = "vllm_importance_sampling_clip_max=float('inf')"
+    text = ported_program(tmp_path, {"LENGTH": f"8, {bound}"})
+    assert f"{bound} is --use-tis" in text
+
+
+def test_program_with_two_configurations_has_a_note(tmp_path):
+    text = ported_program(tmp_path, {PROGRAM: f"{PROGRAM}\n{PROGRAM}"})
+    assert "the program makes several configurations; they are read as one." in text
+
+
+def test_program_may_begin_with_a_byte_order_mark(tmp_path):
+    assert "--rollout-engine vllm" in ported_program(tmp_path, {PROGRAM: f"\ufeff{PROGRAM}"})
+
+
+def test_deeply_nested_program_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nests its expressions too deeply"):
+        ported_program(tmp_path, {"LENGTH": "-" * 50_000 + "1"})
 
 
 @pytest.mark.parametrize(

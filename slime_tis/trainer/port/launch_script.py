@@ -419,7 +419,7 @@ def text_of(path: Path) -> str:
         raise ValueError(
             f"{str(path)!r} is too large; a script has at most {MAX_SCRIPT_BYTES} bytes."
         )
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     if "\ufffd" in text:
         raise ValueError(f"{str(path)!r} is not text in UTF-8; give a launch script.")
     return re.sub(f"[{OPEN}-{QUOTE}\0]", "?", text)

@@ -5,7 +5,7 @@ lists all others. verl 0.9.1 and TRL 1.16.0 were read.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slime_tis.integrations.verl_config import ACTOR_NAMES, LOSS_MODE
@@ -198,7 +198,7 @@ def convert(launch: LaunchScript) -> Conversion | None:
     if launch.program == "verl":
         return convert_verl(launch.words)
     if launch.program == "trl":
-        return convert_trl(options_of(launch))
+        return convert_trl(options_of(launch), launch.notes)
     return None
 
 
@@ -266,19 +266,28 @@ def _add_engine_option(name: str, value: str, spelling: str, conversion: Convers
     conversion.changed.append(f"{spelling} is {flag}.")
 
 
-def convert_trl(options: Options) -> Conversion:
+def convert_trl(options: Options, notes: Iterable[str] = ()) -> Conversion:
     """Returns options of TRL's GRPOConfig, of its command line and of accelerate as flags.
+
+    Args:
+        options: All options that were read.
+        notes: What was not read, for the message of an error.
 
     Raises:
         ValueError: The run does not sample from vLLM, or a mode is unknown.
     """
     conversion = Conversion()
-    if SWITCHES.get(options.get("use_vllm", "false").lower()) is not True:
-        raise ValueError(
-            "use_vllm is not on: port converts TRL's options of vLLM, and this run has none; see"
-            " docs/adapters.md to correct it inside TRL."
-        )
     remaining = dict(options)
+    use_vllm = options.get("use_vllm", "false")
+    if OPEN in use_vllm:
+        remaining["use_vllm"] = "true"
+        conversion.todo.append("use_vllm is known when the script runs; port has assumed true.")
+    elif SWITCHES.get(use_vllm.lower()) is not True:
+        unread = "".join(f" ({note})" for note in notes)
+        raise ValueError(
+            f"use_vllm is not on{unread}: port converts TRL's options of vLLM, and this run has"
+            " none; see docs/adapters.md to correct it inside TRL."
+        )
     clip_max = remaining.pop("vllm_importance_sampling_cap", "None")
     if clip_max.lower() not in UNSET:
         # The older name replaces the newer one, as in TRL.
@@ -318,7 +327,10 @@ def _add_correction(options: dict[str, str], conversion: Conversion) -> None:
     is clamp(w, min, max); masking sets w outside of the bounds to 0.
     """
     values = {name: options.get(name, value) for name, value in CORRECTION_DEFAULTS.items()}
-    given = [f"{name}={options.pop(name)}" for name in CORRECTION_DEFAULTS if name in options]
+    given = []
+    for name in CORRECTION_DEFAULTS:
+        if name in options:
+            given.append(f"{name}={legible(options.pop(name))}")
     if SWITCHES.get(values["vllm_importance_sampling_correction"].lower()) is False:
         conversion.changed.append(f"{', '.join(given)}: nothing is corrected here by default.")
         return
@@ -339,7 +351,7 @@ def _add_correction(options: dict[str, str], conversion: Conversion) -> None:
         words += " --tis-lower-bound 0"
     conversion.add(words, ", ".join(given) or "TRL's correction")
     if given:
-        conversion.changed.append(f"{', '.join(given)} is {words}.")
+        conversion.changed.append(f"{', '.join(given)} is {legible(words)}.")
     else:
         conversion.added.append(words)
 

@@ -1,6 +1,7 @@
 """The options of TRL in a Python program, a command line and a YAML file; nothing is executed."""
 
 import ast
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ CONFIGS = ("GRPOConfig", "RLOOConfig")
 """TRL's classes of options."""
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "CorrectedGRPOTrainer")
 """TRL's trainers, and ours for TRL; their `model` may be a path."""
+SHORT = reprlib.Repr()
+"""Cuts lists and mappings of YAML: nested aliases of a short file may stand for gigabytes."""
+SHORT.maxlevel = 2
 
 
 def read_trl_program(path: Path) -> LaunchScript:
@@ -23,7 +27,9 @@ def read_trl_program(path: Path) -> LaunchScript:
     """
     try:
         tree = ast.parse(text_of(path))
-    except (SyntaxError, RecursionError, MemoryError) as error:
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{str(path)!r} nests its expressions too deeply to be read.") from None
+    except SyntaxError as error:
         raise ValueError(f"{str(path)!r} is not a Python program: {error}.") from None
     script = LaunchScript(path.parent.absolute(), files={path.resolve()})
     for node in ast.walk(tree):
@@ -31,6 +37,10 @@ def read_trl_program(path: Path) -> LaunchScript:
             continue
         name = _last_name(node.func)
         if name in CONFIGS:
+            if script.program:
+                script.notes["the program makes several configurations; they are read as one"] = (
+                    None
+                )
             script.program = "trl"
             _add_keywords(node, script)
         elif name in TRAINERS:
@@ -104,4 +114,11 @@ def _options_of_yaml(launch: LaunchScript, config: str) -> dict[str, str]:
         raise ValueError(f"{str(path)!r} is not YAML: {error}.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} must have options of TRL, as `use_vllm: true`.")
-    return {str(name): str(value) for name, value in content.items()}
+    return {name: _text_of_value(value) for name, value in content.items()}
+
+
+def _text_of_value(value: str | list[Any] | dict[str, Any]) -> str:
+    """A value of YAML for a comment or a flag."""
+    if isinstance(value, str):
+        return value
+    return SHORT.repr(value)
