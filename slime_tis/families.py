@@ -22,6 +22,8 @@ Layout = Literal[
     "alternating",
 ]
 """How a weight is split over tensor-parallel ranks: a key of `hf_weights.LAYOUTS`."""
+Property = Literal["qkv_bias", "qk_norm", "query_rank", "no_query_rank"]
+"""A property of the attention of some models of a family."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Weight:
 
     layout: Layout
     tensors: tuple[FileTensor, ...]
-    needs: Literal["qkv_bias", "qk_norm", "query_rank", "no_query_rank", None] = None
+    needs: Property | None = None
     """Property of the attention without which the weight does not exist; None if it always does."""
 
 
@@ -181,7 +183,7 @@ def layer_weights(hf: Any, *, is_sparse: bool) -> dict[str, Weight]:
     return weights
 
 
-def _has_property(hf: Any, name: str | None) -> bool:
+def _has_property(hf: Any, name: Property | None) -> bool:
     """Returns whether the attention of a model has a property that `Weight.needs` names."""
     attention = family_of(hf).attention
     if name == "qkv_bias":
@@ -195,8 +197,9 @@ def _has_property(hf: Any, name: str | None) -> bool:
     return True
 
 
-def _weight(layout: Layout, name: str, *shape: str) -> Weight:
-    return Weight(layout, (FileTensor(name, shape),))
+def _weight(layout: Layout, name: str, *shape: str, needs: Property | None = None) -> Weight:
+    """Returns a weight that consists of one tensor of the file."""
+    return Weight(layout, (FileTensor(name, shape),), needs)
 
 
 def _gated_mlp(megatron: str, file: str, inner: str) -> dict[str, Weight]:
@@ -254,11 +257,11 @@ QKV_BIAS: Mapping[str, Weight] = {
 }
 
 QK_NORM: Mapping[str, Weight] = {
-    "self_attention.q_layernorm.weight": Weight(
-        "replicated", (FileTensor("self_attn.q_norm.weight", ("head",)),), "qk_norm"
+    "self_attention.q_layernorm.weight": _weight(
+        "replicated", "self_attn.q_norm.weight", "head", needs="qk_norm"
     ),
-    "self_attention.k_layernorm.weight": Weight(
-        "replicated", (FileTensor("self_attn.k_norm.weight", ("head",)),), "qk_norm"
+    "self_attention.k_layernorm.weight": _weight(
+        "replicated", "self_attn.k_norm.weight", "head", needs="qk_norm"
     ),
 }
 
@@ -276,25 +279,17 @@ SELECTION_BIAS: Mapping[str, Weight] = {
 }
 
 LATENT_ATTENTION: Mapping[str, Weight] = {
-    "self_attention.linear_q_proj.weight": Weight(
-        "columns",
-        (FileTensor("self_attn.q_proj.weight", ("latent_queries", "hidden")),),
-        "no_query_rank",
+    "self_attention.linear_q_proj.weight": _weight(
+        "columns", "self_attn.q_proj.weight", "latent_queries", "hidden", needs="no_query_rank"
     ),
-    "self_attention.linear_q_down_proj.weight": Weight(
-        "replicated",
-        (FileTensor("self_attn.q_a_proj.weight", ("query_rank", "hidden")),),
-        "query_rank",
+    "self_attention.linear_q_down_proj.weight": _weight(
+        "replicated", "self_attn.q_a_proj.weight", "query_rank", "hidden", needs="query_rank"
     ),
-    "self_attention.q_layernorm.weight": Weight(
-        "replicated",
-        (FileTensor("self_attn.q_a_layernorm.weight", ("query_rank",)),),
-        "query_rank",
+    "self_attention.q_layernorm.weight": _weight(
+        "replicated", "self_attn.q_a_layernorm.weight", "query_rank", needs="query_rank"
     ),
-    "self_attention.linear_q_up_proj.weight": Weight(
-        "columns",
-        (FileTensor("self_attn.q_b_proj.weight", ("latent_queries", "query_rank")),),
-        "query_rank",
+    "self_attention.linear_q_up_proj.weight": _weight(
+        "columns", "self_attn.q_b_proj.weight", "latent_queries", "query_rank", needs="query_rank"
     ),
     "self_attention.linear_kv_down_proj.weight": _weight(
         "replicated", "self_attn.kv_a_proj_with_mqa.weight", "rank_and_rotated", "hidden"

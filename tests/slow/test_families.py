@@ -10,6 +10,7 @@ MODELS = {
     "phi3": ({}, []),
     "smollm3": ({"num_hidden_layers": 4}, []),
     "olmo2": ({}, []),
+    "seed_oss": ({}, []),
     "mimo": ({}, []),
     "glm4": ({}, []),
     "gemma3": (
@@ -23,6 +24,7 @@ MODELS = {
     "gpt_oss": ({}, REPLAY),
     "deepseek_v2": ({}, REPLAY),
     "deepseek_v3": ({}, REPLAY),
+    "kimi_k2": ({}, REPLAY),
     "glm4_moe_lite": ({}, REPLAY),
 }
 """Family → fields of config.json, and flags."""
@@ -36,4 +38,4 @@ def test_both_engines_agree_before_and_after_an_update(family, tmp_path):
     rows = metrics_of([*task, *exact, *flags], tmp_path / "run")
     differences = [row["train/train_rollout_logprob_abs_diff"] for row in rows]
     assert len(differences) == 2
-    assert max(differences) < 5e-6
+    assert max(differences) < 1e-6

@@ -182,11 +182,11 @@ def read_hf_config(directory: str | Path) -> HfConfig:
     read_model_config(directory)
     hf: HfConfig = load_config(directory)
     name = hf.architectures[0]
+    family = family_of(hf)
     unsupported = ["mlp_bias", "use_sliding_window"]
-    if family_of(hf).attention.qkv_bias is False:
+    if family.attention.qkv_bias is False:
         unsupported.append("attention_bias")
     used = [field for field in unsupported if getattr(hf, field, False)]
-    family = family_of(hf)
     activations: tuple[str, ...] = ("silu", "swish")
     if family.activation == "gelu_pytorch_tanh":
         activations = (family.activation,)

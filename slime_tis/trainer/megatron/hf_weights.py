@@ -226,17 +226,17 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
     first_expert = _first_expert(model, parallel, parallel.expert_rank)
     for name, parameter in named_weights(model.module).items():
         layout, sources = rule(name, hf, first_layer, first_expert)
-        if EXPERT.search(name) is None:
+        local_expert = EXPERT.search(name)
+        expert_in_stack = None
+        if local_expert is None:
             rank = parallel.tensor_rank
             size = parallel.tensor_size
         else:
             rank = parallel.expert_tensor_rank
             size = parallel.expert_tensor_size
-        local_expert = EXPERT.search(name)
-        expert = None
-        if local_expert is not None and stacks_experts(hf):
-            expert = first_expert + int(local_expert[0])
-        complete = [tensors.read(source, expert) for source in sources]
+            if stacks_experts(hf):
+                expert_in_stack = first_expert + int(local_expert[0])
+        complete = [tensors.read(source, expert_in_stack) for source in sources]
         shard = layout.split(complete, rank, size, hf)
         if shard.shape != parameter.shape:
             raise ValueError(
