@@ -44,7 +44,6 @@ COUNTS = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
-    "sliding_window",
 )
 """Fields of config.json that are positive integers."""
 FLAGS = (
@@ -219,7 +218,7 @@ def _absent_field(hf: Any) -> str:
 
 
 def _layers_problem(hf: Any) -> str:
-    """Returns an invalid field with one entry for each layer, or an empty text."""
+    """Returns an invalid window or number of entries in a field of all layers, or an empty text."""
     family = family_of(hf)
     names = ["layer_types", "mlp_layer_types"]
     if family.attention.rotary_layers is not None:
@@ -228,10 +227,15 @@ def _layers_problem(hf: Any) -> str:
         entries = getattr(hf, name, None)
         if entries is not None and len(entries) != hf.num_hidden_layers:
             return f"{len(entries)} entries in {name}, but {hf.num_hidden_layers} layers"
+    field = family.attention.window
+    if field is None:  # Qwen models have 0 if use_sliding_window is false
+        return ""
+    window = getattr(hf, field)
     types = getattr(hf, "layer_types", None) or []
-    window = family.attention.window
-    if window is not None and "sliding_attention" in types and getattr(hf, window) is None:
-        return f"sliding_attention in layer_types, but no {window}"
+    if window is None and "sliding_attention" in types:
+        return f"sliding_attention in layer_types, but no {field}"
+    if window is not None and not _is_count(window):
+        return f"{field} {quoted(window)}, which must be a whole number above 0"
     return ""
 
 

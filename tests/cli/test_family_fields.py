@@ -17,6 +17,8 @@ REFUSED = {
         {"mlp_layer_types": ["sparse"]},
         "1 entries in mlp_layer_types",
     ),
+    "a window of no token": ("mistral", {"sliding_window": 0}, "sliding_window 0"),
+    "a window of -1 tokens": ("gemma3", {"sliding_window": -1}, "sliding_window -1"),
     "windows without a size": (
         "gpt_oss",
         {"layer_types": WINDOWS, "sliding_window": None},
@@ -56,6 +58,13 @@ def test_what_training_cannot_read_is_refused(family, fields, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         read_model_config(tmp_path)
         load_config(tmp_path)
+
+
+def test_a_window_of_0_that_is_off_is_accepted(tmp_path):
+    # transformers writes this value
+    write_config(tmp_path, "qwen2_moe", {"sliding_window": 0, "use_sliding_window": False})
+    read_model_config(tmp_path)
+    assert load_config(tmp_path).sliding_window == 0
 
 
 def test_key_value_heads_of_null_are_as_many_as_heads(tmp_path):

@@ -271,7 +271,6 @@ CONFIGS = {
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "rope_type 'dynamic'",
     ),
-    "a window of no token": ({"sliding_window": 0}, "sliding_window 0"),
     "a scale of -1": ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar -1"),
     "a limit of NaN": ({"swiglu_limit": float("nan")}, "swiglu_limit nan"),
     "a rope of theta -1": ({"rope_parameters": {"rope_theta": -1}}, "rope_theta -1"),
