@@ -107,7 +107,7 @@ REFUSED = {
     "--save-hf /proc": "mount point",
     "--output-dir data/train.jsonl": "that is a file",
     "--save old": "up to iter_0000003",
-    "--load old": "--seed is 1234 but the run that --load resumes has 7",
+    "--load old": "--seed is 1234 but was 7 in the run that --load resumes",
     "--use-tensorboard --tb-project-name ../../..": "leads out of the run directory",
     **{f"{flag} {path}": "is no dump of this program" for flag in DUMPS for path in FOREIGN},
     "--save-debug-train-data data": "it is a directory",

@@ -87,7 +87,7 @@ def test_two_ranks_equal_one(task, finished, tmp_path):
 
 
 CHANGED = {
-    "--lora-rank is 8": ["--lora-rank", "8"],
+    "--lora-rank is 8 but was 4 in the run": ["--lora-rank", "8"],
     "--lora-alpha is 16.0": ["--lora-alpha", "16"],
     "--lora-target-modules is ['q_proj']": ["--lora-target-modules", "q_proj"],
 }
@@ -101,6 +101,14 @@ def test_a_resumed_run_keeps_its_adapters(message, flags, task, finished, tmp_pa
     with pytest.raises(SystemExit, match="2"):
         train([*words, "--output-dir", str(tmp_path / "run")])
     assert message in capsys.readouterr().err
+
+
+def test_a_resumed_run_keeps_training_adapters(task, finished, tmp_path, capsys):
+    parent, _ = finished
+    words = [*task, *KL, "--load", str(parent / "save"), "--output-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match="2"):
+        train(words)
+    assert "--lora-rank is unset but was 4 in the run" in capsys.readouterr().err
 
 
 def test_other_weights_of_the_same_model_are_refused(task, finished, tmp_path, capsys):

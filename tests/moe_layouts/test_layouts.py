@@ -224,7 +224,7 @@ def test_a_run_resumes_from_a_checkpoint(optimizer, tmp_path):
         )
         assert other.returncode == 2, other.stderr
         assert (
-            f"--expert-model-parallel-size is {size} but the run that --load resumes has 2"
+            f"--expert-model-parallel-size is {size} but was 2 in the run that --load resumes"
             in other.stderr
         )
         assert not (tmp_path / f"by_{size}" / "metrics.jsonl").exists()

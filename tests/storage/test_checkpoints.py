@@ -269,8 +269,8 @@ SHUFFLED = {**SAVED, "rollout_shuffle": True}
 @pytest.mark.parametrize(
     ("saved", "now", "message"),
     [
-        (SAVED, {**SAVED, "seed": 2}, "--seed is 2 .* has 1"),
-        (SHUFFLED, {**SHUFFLED, "rollout_seed": 6}, "--rollout-seed is 6 .* has 5"),
+        (SAVED, {**SAVED, "seed": 2}, "--seed is 2 but was 1"),
+        (SHUFFLED, {**SHUFFLED, "rollout_seed": 6}, "--rollout-seed is 6 but was 5"),
         (SAVED, SHUFFLED, "--rollout-shuffle is True"),
     ],
     ids=["seed", "rollout seed of shuffled prompts", "shuffle"],

@@ -87,7 +87,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from slime_tis.trainer.storage.directories import held
-with held({Path(sys.argv[1]): "--save"}):
+with held({Path(sys.argv[1]): "--save is 'run'"}):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -110,7 +110,7 @@ def test_a_held_lock_names_its_process(holder, tmp_path):
     message = f"process id {holder.pid} on {os.uname().nodename}"
     with (
         pytest.raises(DirectoryInUse, match=message),
-        held({tmp_path / "run" / ".lock": "--output-dir"}),
+        held({tmp_path / "run" / ".lock": "--output-dir is 'run'"}),
     ):
         pass
 
@@ -120,12 +120,12 @@ def test_the_lock_of_a_killed_process_is_taken(holder, tmp_path):
     holder.wait()
     lock = tmp_path / "run" / ".lock"
     assert lock.exists()
-    with held({lock: "--save"}):
+    with held({lock: "--save is 'run'"}):
         assert str(os.getpid()) in lock.read_text()
 
 
 def test_a_released_lock_leaves_no_file(tmp_path):
-    with held({tmp_path / "run" / ".lock": "--save"}):
+    with held({tmp_path / "run" / ".lock": "--save is 'run'"}):
         pass
     assert names(tmp_path / "run") == []
 
@@ -133,8 +133,8 @@ def test_a_released_lock_leaves_no_file(tmp_path):
 def test_a_directory_that_cannot_be_locked_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(ValueError, match="--save cannot be written: Not a directory"),
-        held({tmp_path / "file" / "run" / ".lock": "--save"}),
+        pytest.raises(ValueError, match="--save is 'x', which cannot be written: Not a directory"),
+        held({tmp_path / "file" / "run" / ".lock": "--save is 'x'"}),
     ):
         pass
 

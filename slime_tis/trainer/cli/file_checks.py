@@ -404,13 +404,15 @@ def held_outputs(
         main: Whether to do this; one process does it for all ranks.
     """
     # Resolved, because runs may name one directory by different paths.
-    locks = {Path(reporting.output_dir).resolve() / LOCK: "--output-dir"}
+    output_dir = reporting.output_dir
+    locks = {Path(output_dir).resolve() / LOCK: f"--output-dir is {quoted_path(output_dir)}"}
     if megatron.save is not None:
-        locks[Path(megatron.save).resolve() / LOCK] = "--save"
+        locks[Path(megatron.save).resolve() / LOCK] = f"--save is {quoted_path(megatron.save)}"
     for directory in export_directories(megatron):
         export = Path(directory).resolve()
         # Beside the directory, because an export replaces the directory.
-        locks[export.with_name(f".{export.name}{LOCK}")] = "--save-hf"
+        lock = export.with_name(f".{export.name}{LOCK}")
+        locks[lock] = _export_subject(directory, megatron)
     if not main:
         yield
         return
@@ -426,6 +428,13 @@ def export_directories(megatron: MegatronConfig) -> list[str]:
     # Both may be the same directory, which is locked once.
     directories = [megatron.save_hf, megatron.adapter_export]
     return [directory for directory in dict.fromkeys(directories) if directory is not None]
+
+
+def _export_subject(directory: str, megatron: MegatronConfig) -> str:
+    """Returns the beginning of an error message about one of `export_directories`."""
+    if directory != megatron.save_hf:
+        return f"--merge-lora writes the adapter to {quoted_path(directory)}"
+    return f"--save-hf is {quoted_path(directory)}"
 
 
 def _check_port(port: int | None) -> None:
@@ -496,9 +505,7 @@ def _check_export(
 
     It may lie in the run directory and in the working directory.
     """
-    subject = f"--save-hf is {quoted_path(directory)}"
-    if directory != megatron.save_hf:
-        subject = f"--merge-lora writes the adapter to {quoted_path(directory)}"
+    subject = _export_subject(directory, megatron)
     target = Path(directory).resolve()
     output_dir = Path(reporting.output_dir)
     prompts = [(flag, str(file)) for flag, file in _prompt_files(rollout)]

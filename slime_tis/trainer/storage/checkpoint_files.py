@@ -334,11 +334,21 @@ def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if saved.get("partial_rollout"):
         fixed["n_samples_per_prompt"] = "unfinished groups have this number of samples"
     for name in changed(saved, now, fixed):
+        repair = f"set it back to {quoted(saved[name])}"
+        if saved[name] is None:
+            repair = "remove it"
         raise ValueError(
-            f"{flag(name)} is {quoted(now[name])} but the run that --load resumes has"
-            f" {quoted(saved[name])}, and {fixed[name]}; set it back to {quoted(saved[name])} or"
-            " start afresh with another --save."
+            f"{flag(name)} is {_value_text(now[name])} but was {_value_text(saved[name])} in the"
+            f" run that --load resumes, and {fixed[name]}; {repair} or start afresh with another"
+            " --save."
         )
+
+
+def _value_text(value: Any) -> str:
+    """Returns an option's value as text for an error message."""
+    if value is None:
+        return "unset"
+    return quoted(value)
 
 
 def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -63,19 +63,26 @@ def same_path(one: str | Path, other: str | Path) -> bool:
 
 @contextmanager
 def held(locks: Mapping[Path, str]) -> Iterator[None]:
-    """Locks directories for this process; `locks` has the directories' flags by lock file.
+    """Locks directories for this process.
 
     The POSIX record lock ends with the process and is not inherited by forks. Without lock support
     of the file system a warning is printed.
+
+    Args:
+        locks: Flag and directory, such as "--save is 'DIR'", by lock file.
+
+    Raises:
+        DirectoryInUse: Another process holds a lock.
+        ValueError: A lock file cannot be written.
     """
     with ExitStack() as stack:
-        for path, flag in locks.items():
+        for path, subject in locks.items():
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                stack.callback(_open_locked(path, flag).close)
+                stack.callback(_open_locked(path, subject).close)
             except OSError as error:
                 raise ValueError(
-                    f"{flag} cannot be written: {error.strerror} ({str(path.parent)!r})."
+                    f"{subject}, which cannot be written: {error.strerror} ({str(path.parent)!r})."
                 ) from error
             # Callbacks run in reverse: the file is deleted while it is locked, so that no other
             # process locks a deleted file.
@@ -83,7 +90,7 @@ def held(locks: Mapping[Path, str]) -> Iterator[None]:
         yield
 
 
-def _open_locked(path: Path, flag: str) -> IO[str]:
+def _open_locked(path: Path, subject: str) -> IO[str]:
     """Returns the open lock file, which has this process's id in it.
 
     Raises:
@@ -108,8 +115,8 @@ def _open_locked(path: Path, flag: str) -> IO[str]:
                 holder = file.read(300).strip() or "process id unknown"
                 file.close()
                 raise DirectoryInUse(
-                    f"{flag} is {str(path.parent)!r}, which another run is writing ({holder}); "
-                    "wait for it, stop it, or choose another directory."
+                    f"{subject}, which another run is writing ({holder}); wait for it, stop it, or"
+                    " choose another directory."
                 ) from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.lstat()):
             file.truncate(0)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from slime_tis.errors import quoted_path
 from slime_tis.trainer.configs.servers import ServerConfig, is_loopback
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, WeightSource
 from slime_tis.trainer.engines.servers.client import Server
@@ -53,7 +54,8 @@ class DiskSync:
         self._hf_checkpoint = Path(host.hf_checkpoint)
         self._directory = directory.absolute()
         self._lock = ExitStack()
-        self._lock.enter_context(held({self._directory / LOCK: directory_flag}))
+        subject = f"{directory_flag} is {quoted_path(self._directory)}"
+        self._lock.enter_context(held({self._directory / LOCK: subject}))
         self._weights_thread = weights_thread(torch.device(host.device))
         self._current: tuple[Path, int] | None = None
         """Directory and version of the newest weights."""
