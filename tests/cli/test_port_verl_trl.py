@@ -161,6 +161,12 @@ def test_flags_of_trl_may_be_in_a_variable(tmp_path):
     assert "--rollout-temperature 0.7" in ported(tmp_path, script)[0]
 
 
+@pytest.mark.parametrize("words", ["--use_vllm --top_p $P --top_k 1", "--top_p $P --use_vllm"])
+def test_conditional_value_of_trl_has_a_note(tmp_path, words):
+    script = f"if [ -z x ]; then P=0.7; fi\naccelerate launch grpo.py {words}"
+    assert "P is set under a condition; '0.7' is taken." in ported(tmp_path, script)[1]
+
+
 def test_trls_own_program_named_train_py_is_not_slimes(tmp_path):
     command = TRL.replace("grpo.py", "train.py")
     assert "--rollout-engine vllm" in ported(tmp_path, command)[0]

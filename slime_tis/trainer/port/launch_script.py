@@ -159,38 +159,44 @@ class LaunchScript:
             self._source("".join(map(self._value, words[1:2])))
         elif TRAINING.search(_text(command)):
             expanded: list[str] = []
-            is_after_program = False
+            doubts: list[tuple[int, set[str]]] = []
             for word in words:
-                # Doubts about the words before the program do not concern its flags.
-                if not is_after_program:
-                    self.doubts = set()
-                start = len(expanded)
+                self.doubts = set()
                 expanded += self._words([word])
-                new = range(start, len(expanded))
-                is_after_program = is_after_program or any(_program(expanded, i) for i in new)
-            self._read_command(expanded)
+                doubts.append((len(expanded), self.doubts))
+            self._read_command(expanded, doubts)
 
-    def _read_command(self, words: list[str]) -> None:
-        """Keeps the words after the program; reads a command inside a word, as in `bash -c`."""
-        doubts = dict.fromkeys(sorted(self.doubts))
+    def _read_command(self, words: list[str], doubts: Sequence[tuple[int, set[str]]]) -> None:
+        """Keeps the words after the program; reads a command inside a word, as in `bash -c`.
+
+        `doubts` has the number of `words` up to each word of the script, and the doubts about it.
+        """
         index = _program_index(words)
         if index is not None:
             if self.program:
                 self.notes["the script runs training more than once; this is the last command"] = (
                     None
                 )
-            self.notes |= doubts
+            self._note_doubts(doubts, index)
             self.program = _program(words, index)
             self.launcher = words[:index]
             self.words = []
             for flag in words[index + 1 :]:
                 self._keep(flag)
             return
-        for word in words:
+        for position, word in enumerate(words):
             if any(f"{program} " in UNKNOWN.sub("", word) for program in (*PROGRAMS, *VERL)):
-                self.notes |= doubts
+                self._note_doubts(doubts, position)
                 self.read(legible(word))
                 return
+
+    def _note_doubts(self, doubts: Iterable[tuple[int, set[str]]], first: int) -> None:
+        """Adds the doubts about words from the position `first` on to the notes."""
+        texts: set[str] = set()
+        for end, doubts_of_word in doubts:
+            if end > first:
+                texts |= doubts_of_word
+        self.notes |= dict.fromkeys(sorted(texts))
 
     def _keep(self, word: str) -> None:
         """Keeps a word of the training command, unless it is an array without a value."""
