@@ -22,6 +22,8 @@ from tests.samples import flat
 Row = dict[str, Any]
 """A row of metrics.jsonl."""
 STEPS = 4
+CONTEXT = 112
+"""Longest prompt and response together of the interrupted run, in tokens."""
 
 
 @dataclass
@@ -239,6 +241,21 @@ def unfinished_responses(checkpoint: Path) -> list[Sample]:
     return [sample for sample in aborted if sample.response_ids]
 
 
+def write_prompts(file: Path) -> Path:
+    """Four long prompts, four short ones, four long ones, and so on.
+
+    Long prompts leave room for 20 tokens. Their groups complete a rollout while the server has
+    most of the tokens after the short prompts still to sample.
+    """
+    rows = []
+    for number in range(32):
+        is_long = number // 4 % 2 == 0
+        digits = str(number % 10) * (CONTEXT - 22 if is_long else 3)
+        rows.append(json.dumps({"prompt": f"<bos>{digits}>", "label": digits}))
+    file.write_text("\n".join(rows) + "\n")
+    return file
+
+
 @pytest.fixture(scope="module")
 def interrupted_run(
     experts_task: list[str], tmp_path_factory: pytest.TempPathFactory
@@ -246,8 +263,8 @@ def interrupted_run(
     directory = tmp_path_factory.mktemp("interrupted")
     flags = [*experts_task, "--num-rollout", "6", "--rollout-max-response-len", "100"]
     flags += ["--partial-rollout", "--over-sampling-batch-size", "8"]
-    # Stop tokens make lengths differ, so that some responses are unfinished.
-    flags += ["--rollout-stop-token-ids", *map(str, range(3, 64, 24))]
+    prompts = write_prompts(directory / "prompts.jsonl")
+    flags += ["--prompt-data", str(prompts), "--rollout-max-context-len", str(CONTEXT)]
     flags += ["--save", str(directory / "checkpoints")]
     flags += ["--save-debug-rollout-data", str(directory / "rollout_{rollout_id}.jsonl")]
     started = start_apart(flags, directory / "first")
