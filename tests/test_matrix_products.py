@@ -1,5 +1,8 @@
 """Products by oneDNN and by MKL against float64, on any processor."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -111,3 +114,35 @@ def test_a_torch_without_the_operation_uses_mkl(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     assert not prefers_onednn.__wrapped__()
+
+
+MANY_SHAPES = """
+import ctypes
+import torch
+from slime_tis.trainer import matrix_products
+
+matrix_products.prefers_onednn = lambda: True
+weight = torch.randn(512, 512)
+resident = []
+for rows in range(1, 513):
+    matrix_products.linear(torch.randn(rows, 512), weight)
+    if rows % 256 == 0:
+        ctypes.CDLL(None).malloc_trim(0)
+        pages = int(open("/proc/self/statm").read().split()[1])
+        resident.append(pages * 4096 / 2**20)
+print(resident[1] - resident[0])
+"""
+
+
+def test_the_users_cache_size_is_kept(monkeypatch):
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    matrix_products._limit_caches.__wrapped__()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+
+
+def test_code_for_many_shapes_is_not_kept():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch has no oneDNN")
+    program = [sys.executable, "-c", MANY_SHAPES]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 30

@@ -10,6 +10,7 @@ on the processor only. The products of `--true-on-policy` are in `invariant.oper
 Shapes: M and N rows and columns of the result, K the length of the sums.
 """
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,13 @@ from torch.distributed import ProcessGroup, all_reduce
 CPU_INFO = Path("/proc/cpuinfo")
 INTEL = "GenuineIntel"
 MIN_ENTRIES = 2**18
-"""Entries of a matrix that is worth a product of oneDNN. It compiles code for each shape and keeps
-it: with small matrices, micro-batches of many lengths held 300 MB."""
+"""Entries of a matrix that is worth a product of oneDNN, which compiles code for each shape."""
+CACHE_SIZES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables with the number of shapes whose code oneDNN, and each thread of torch's
+wrapper of it, keeps. Both are read at the first product."""
+CACHED_SHAPES = 128
+"""Shapes that are kept, unless the user has set the variables. The default of 1024 takes 300 MB for
+500 shapes, and is not faster: a decode step has few shapes, and repeats them."""
 
 
 @cache
@@ -127,7 +133,14 @@ def _goes_to_onednn(left: Tensor, right: Tensor) -> bool:
     return is_float32 and left.device.type == "cpu" and prefers_onednn()
 
 
+@cache
+def _limit_caches() -> None:
+    for variable in CACHE_SIZES:
+        os.environ.setdefault(variable, str(CACHED_SHAPES))
+
+
 def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x Wᵀ + b by the operation that torch.compile calls for linear layers on a CPU."""
+    _limit_caches()
     output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return output
