@@ -162,7 +162,7 @@ def read_adapter_tensors(directory: str | Path, subject: str) -> "dict[str, Tens
 def write_adapter(
     directory: Path, tensors: "Mapping[str, Tensor]", config: AdapterConfig, *, base: str
 ) -> None:
-    """Writes an adapter that PEFT, SGLang and vLLM load.
+    """Writes an adapter in PEFT's format.
 
     Args:
         directory: An existing directory.

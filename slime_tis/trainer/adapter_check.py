@@ -86,7 +86,7 @@ class AdapterShare:
         return self.error <= LARGEST_ERROR
 
     def problem(self, survival: float, noise: float | None) -> str:
-        """Returns the engine's fault, such as "does not apply the LoRA adapter"; empty without one.
+        """Returns the engine's fault, such as "does not apply the LoRA adapter", or an empty text.
 
         Args:
             survival: Share of the adapter that survives merging in the engine's precision.
@@ -294,7 +294,9 @@ def trial(engine: TrainingEngine) -> Iterator[None]:
 def summary(shares: dict[str, AdapterShare], *, is_trial: bool) -> str:
     """Returns a line about the check before the first step."""
     measured = [share for share in shares.values() if share.is_measured]
-    kind = "a trial adapter" if is_trial else "the adapter"
+    kind = "the adapter"
+    if is_trial:
+        kind = "a trial adapter"
     if len(measured) < len(shares) or not shares:
         return (
             f"warning: not proven that the rollout engine applies the LoRA adapter: {kind} has too"

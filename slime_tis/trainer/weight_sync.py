@@ -161,7 +161,7 @@ class PolicyWeights:
         self.updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=checks)
         engine = self.learner.engine
         if self.unmerged_scale is not None:
-            # Of the adapters' layers, which no update contains.
+            # That of the adapted layers, because the updates only have A and B.
             layer = adapted_layers(engine.model, engine.parallel)[0].name
             self.updates.precision = sampler.weight_precision(f"{layer}.weight")
         if not (checks or self.megatron.trains_adapters):
@@ -222,8 +222,8 @@ class PolicyWeights:
     def prove_adapter(self) -> list[str]:
         """Proves before the first step that the engine applies LoRA adapters; a collective.
 
-        A new adapter has no effect, and a young one has a small effect. A random adapter then takes
-        its place for a trial.
+        If the adapter's effect is too small for a proof (a new adapter has none), a random adapter
+        takes its place for a trial.
 
         Returns:
             Lines to print; none without adapters.
@@ -235,7 +235,8 @@ class PolicyWeights:
         if check is None:
             return []
         if self.sampler.weight_version != self.version():
-            return ["LoRA adapters are checked after the next weight update, as before the resume"]
+            # The engine was resumed with older weights than training, so log-probs differ.
+            return ["LoRA adapters are checked after the next weight update"]
         shares = check.checked_shares()
         if all(share.is_measured for share in shares.values()):
             return [summary(shares, is_trial=False)]

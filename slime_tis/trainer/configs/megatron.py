@@ -133,7 +133,8 @@ class MegatronConfig:
     lora_dropout: Annotated[float, Limits(ge=0, lt=1)] = lora_option(
         0.0, needs=("--lora-rank", "--lora-adapter-path")
     )
-    """Share of an adapter's inputs that training sets to 0; rollouts and old log-probs do not."""
+    """Share of an adapter's inputs that training sets to 0. Rollouts and old log-probs have no
+    dropout."""
     lora_target_modules: tuple[str, ...] | None = lora_option(
         None, metavar="NAME", needs=("--lora-rank",)
     )
@@ -145,8 +146,9 @@ class MegatronConfig:
     rollout_lora: Literal["merged", "unmerged"] = lora_option(
         "merged", needs=("--lora-rank", "--lora-adapter-path")
     )
-    """How the rollout engine gets the adapter: merged into its weights, or, for rollout_engine
-    local, beside them, so that nothing of it is rounded away."""
+    """merged: the rollout engine gets weights with the merged adapter; unmerged: it applies the
+    adapter beside its weights, whose rounding then does not affect the adapter. unmerged needs
+    rollout_engine local."""
     merge_lora: bool = lora_option(False, needs=("--save-hf",))
     """Write the merged model to save_hf, and the adapter to a second directory, save_hf with
     -adapter at its end."""
@@ -293,7 +295,7 @@ class MegatronConfig:
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
-        """The names in lora_target_modules, also if commas separate them, without duplicates."""
+        """The names in lora_target_modules, without duplicates; commas may separate them, too."""
         names: list[str] = []
         for item in self.lora_target_modules or (ALL_LINEAR,):
             names += [name.strip() for name in item.split(",") if name.strip()]

@@ -125,7 +125,7 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core has no typ
         settings: LoraSettings,
         *,
         seed: int,
-        place: str,
+        layer_name: str,
     ) -> None:
         """Makes the parameters of the targeted projections.
 
@@ -135,7 +135,8 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core has no typ
             config: The model's configuration.
             settings: Rank, scale and targets.
             seed: Seed of A's random numbers, which do not depend on the parallel layout.
-            place: Name of the linear layer in the complete model, part of the seed.
+            layer_name: Name of the linear layer in the complete model; A's random numbers depend on
+                it.
         """
         super().__init__(config=config)
         weight: Any = linear.weight
@@ -151,7 +152,7 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core has no typ
         for name in fusion.names:
             if name not in settings.targets:
                 continue
-            down = self._initial_down(settings.rank, columns, f"{seed} {place} {name}")
+            down = self._initial_down(settings.rank, columns, f"{seed} {layer_name} {name}")
             up = torch.zeros(self.output_sizes[name], settings.rank)
             self.down[name] = nn.Parameter(down.to(weight.dtype))
             self.up[name] = nn.Parameter(up.to(weight.dtype))
@@ -267,8 +268,8 @@ def add_adapters(
                     f" {layer.layer_number - 1} has no such linear layer, or has it in experts;"
                     " name other layers."
                 )
-            place = f"{layer.layer_number - 1}.{parent_name}.{linear_name}"
-            adapter = Adapter(linear, fusion, config, settings, seed=seed, place=place)
+            layer_name = f"{layer.layer_number - 1}.{parent_name}.{linear_name}"
+            adapter = Adapter(linear, fusion, config, settings, seed=seed, layer_name=layer_name)
             parent.add_module(PREFIX + linear_name, adapter)
             linear.register_forward_hook(_Addition(adapter))
 
@@ -307,7 +308,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside the block, the model computes as without its adapters."""
+    """Inside the block, the model computes without its adapters."""
     adapters = adapters_of(module).values()
     for adapter in adapters:
         adapter.is_enabled = False

@@ -43,8 +43,9 @@ def adapted_layers(model: Model, parallel: Parallel) -> list[AdaptedLayer]:
                 adapter=adapter,
             )
             layers.append(layer)
-    # A family whose files fuse projections is refused before.
-    assert len(layers) == sum(len(each.down) for each in adapters_of(model.module).values())
+    # Families whose files fuse projections are refused at the command line.
+    projections = sum(len(adapter.down) for adapter in adapters_of(model.module).values())
+    assert len(layers) == projections
     return layers
 
 
@@ -53,7 +54,9 @@ def named_adapter_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[st
     mine = adapted_layers(model, parallel)
     for stage in range(parallel.pipeline_size):
         is_mine = stage == parallel.pipeline_rank
-        names = [layer.name for layer in mine] if is_mine else []
+        names: list[str] = []
+        if is_mine:
+            names = [layer.name for layer in mine]
         names = parallel.broadcast_from_stage(names, stage)
         for number, name in enumerate(names):
             complete = None

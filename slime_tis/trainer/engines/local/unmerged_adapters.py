@@ -2,8 +2,9 @@
 
     y = round(W) x + s · B A x
 
-The weights have the engine's precision, A and B the precision of its products. Merging would round
-W + s · B A, and lose small adapters.
+Only W is rounded to fp8, int8 or int4. A and B have the type in which the engine computes: float32
+with those precisions, otherwise the engine's own. Merging would round W + s · B A, and lose small
+adapters.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from slime_tis.peft_directory import TENSOR, tensor_name
 
 
 class UnmergedAdapter:
-    """The adapter of one linear layer: a forward hook, without effect before A and B arrive."""
+    """The adapter of one linear layer, as a forward hook; no effect until both A and B arrive."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -24,7 +25,7 @@ class UnmergedAdapter:
         """A and B."""
 
     def __call__(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Returns the output of the layer with the adapter's."""
+        """Returns the sum of the layer's and the adapter's output."""
         if len(self.matrices) < 2:
             return output
         low_rank = F.linear(inputs[0], self.matrices["A"]) * self.scale
@@ -49,7 +50,7 @@ class UnmergedAdapters:
         match = TENSOR.fullmatch(name)
         if match is None or not isinstance(self._linear(match["layer"]), nn.Linear):
             raise ValueError(
-                f"the adapter has {name!r}, and the rollout model no such linear layer"
+                f"the adapter has {name!r}, but the rollout model has no such linear layer"
             )
         layer = match["layer"]
         linear = self._linear(layer)
@@ -70,7 +71,7 @@ class UnmergedAdapters:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of A and B: that of the model's products."""
+        """Type of A and B, in which the model computes."""
         dtype: torch.dtype = self._model.dtype
         return dtype
 
