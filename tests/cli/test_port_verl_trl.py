@@ -177,6 +177,12 @@ def test_option_of_trl_that_is_not_converted_is_listed(tmp_path):
     assert "yourself: vllm_structured_outputs_regex=x+, learning_rate=1e-6." in comments
 
 
+@pytest.mark.parametrize("mode", ["colocate", "server --vllm_server_base_url http://a:1"])
+def test_unused_address_of_trls_server_is_named(tmp_path, mode):
+    comments = ported(tmp_path, f"{TRL} --vllm_mode {mode} --vllm_server_port 8123")[1]
+    assert "vllm_server_port=8123 is dropped: it has no effect in the mode colocate" in comments
+
+
 def test_trls_server_is_started_otherwise(tmp_path):
     assert "`trl vllm-serve` has other routes" in ported(tmp_path, f"{TRL} --vllm_mode server")[1]
 

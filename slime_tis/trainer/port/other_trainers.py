@@ -24,6 +24,7 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs.vllm."
 """Beginning of verl's options that go to vLLM under vLLM's own names."""
+UNUSED_ADDRESS = "it has no effect in the mode colocate and beside vllm_server_base_url"
 SHARED_GPUS = "GPUs that training and vLLM share"
 NO_SHARED_GPUS = "training and vLLM do not share GPUs"
 UNSET = ("null", "none", "~", "")
@@ -177,6 +178,8 @@ TRL = OtherTrainer(
     dropped={
         "vllm_enable_sleep_mode": NO_SHARED_GPUS,
         "vllm_group_port": "the run takes a free port",
+        "vllm_server_host": UNUSED_ADDRESS,
+        "vllm_server_port": UNUSED_ADDRESS,
     },
     defaults={"num_generations": "8", "max_completion_length": "512"},
 )
@@ -190,7 +193,6 @@ CORRECTION_DEFAULTS: Options = {
     "vllm_importance_sampling_clip_min": "None",
 }
 """TRL's options of importance sampling, and their defaults."""
-SERVER_DEFAULTS: Options = {"vllm_server_host": "0.0.0.0", "vllm_server_port": "8000"}
 
 
 def convert(launch: LaunchScript) -> Conversion | None:
@@ -298,19 +300,18 @@ def convert_trl(options: Options, notes: Iterable[str] = ()) -> Conversion:
         _add_server(remaining, conversion)
     elif mode == "colocate":
         conversion.add("--colocate", SHARED_GPUS)
-    for name in SERVER_DEFAULTS:
-        remaining.pop(name, None)
     _convert_options(TRL, remaining, conversion)
     return conversion
 
 
-def _add_server(options: Mapping[str, str], conversion: Conversion) -> None:
-    """Adds the URL of TRL's server, and what another server needs."""
+def _add_server(options: dict[str, str], conversion: Conversion) -> None:
+    """Moves the address of TRL's server from the options to a flag, and adds what it needs."""
     if options.get("vllm_server_base_url", "none").lower() in UNSET:
-        values = {**SERVER_DEFAULTS, **options}
+        host = options.pop("vllm_server_host", "0.0.0.0")
+        port = options.pop("vllm_server_port", "8000")
         # 0.0.0.0 is TRL's name for this machine, which no client should use.
-        host = values["vllm_server_host"].replace("0.0.0.0", "127.0.0.1")
-        url = f"http://{bracketed(host)}:{values['vllm_server_port']}"
+        host = host.replace("0.0.0.0", "127.0.0.1")
+        url = f"http://{bracketed(host)}:{port}"
         spelling = f"vllm_server_host and vllm_server_port ({legible(url)})"
         conversion.flags["--vllm-url"] = Flag("--vllm-url", (url,))
         conversion.changed.append(f"{spelling} is --vllm-url {legible(url)}.")
