@@ -216,6 +216,14 @@ def test_a_tracker_that_does_not_start_is_one_message(home, monkeypatch):
         report([], report_to=("mlflow",))
 
 
+def test_the_start_does_not_wait_long_for_a_server(home, monkeypatch):
+    # With MLflow's default of seven retries, this would take four minutes.
+    monkeypatch.setitem(trackers.MLFLOW_START, "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    importlib.import_module("mlflow").set_tracking_uri("http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"mlflow does not start: .*127\.0\.0\.1"):
+        report([], report_to=("mlflow",))
+
+
 def test_a_lost_server_is_one_warning(mlflow_client, capsys):
     reporters = open_reporters(
         ReportingConfig(output_dir="runs/mine", report_to=("mlflow",), progress=False),

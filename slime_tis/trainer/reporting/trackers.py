@@ -6,11 +6,12 @@ is on a command line.
 
 import io
 import math
+import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,6 +31,9 @@ MLFLOW_PARAMS = 100
 """Most parameters of one request, by MLflow's REST API."""
 MLFLOW_VALUE = 500
 """Characters of a parameter; MLflow servers before 2.9 refuse longer ones."""
+MLFLOW_START = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+"""Environment variables of MLflow at the start of a run, unless the user has set them. With the
+defaults of MLflow, a server that does not answer would delay the start by twenty minutes."""
 MLFLOW_CLOSE = 60.0
 """Seconds that the end of a run waits for MLflow's server. MLflow repeats a request for minutes."""
 NOT_MLFLOW = re.compile(r"[^\w\-. /]")
@@ -110,14 +114,40 @@ class Trackio:
             trackio.finish()
 
 
+@contextmanager
+def _few_retries() -> Iterator[None]:
+    """Sets `MLFLOW_START` within its block."""
+    unset = [variable for variable in MLFLOW_START if variable not in os.environ]
+    for variable in unset:
+        os.environ[variable] = MLFLOW_START[variable]
+    try:
+        yield
+    finally:
+        for variable in unset:
+            del os.environ[variable]
+
+
 class MLflow:
     """Scalars to the server of MLFLOW_TRACKING_URI, or to MLflow's local default."""
 
     def __init__(self, config: ReportingConfig, run: RunInfo) -> None:
         import mlflow  # an optional package
-        from mlflow.entities import Metric, Param
+        from mlflow.entities import Metric
 
         self._client = mlflow.MlflowClient()
+        with _few_retries():
+            self._open_run(config, run)
+        self._error: Exception | None = None
+        self._batches: SimpleQueue[list[Metric] | None] = SimpleQueue()
+        # Not MLflow's own queue, whose threads collide when they make the files of a new metric.
+        # A daemon, because a server that does not answer must not keep the process alive.
+        self._sender = Thread(target=self._send_batches, name="mlflow", daemon=True)
+        self._sender.start()
+
+    def _open_run(self, config: ReportingConfig, run: RunInfo) -> None:
+        """Finds the run of an earlier process, or makes one with the options."""
+        from mlflow.entities import Param
+
         experiment_id = self._experiment(config.tracker_project)
         tag = "slime_tis.run"
         earlier = self._client.search_runs([experiment_id], f"tags.`{tag}` = '{run.identity}'")
@@ -134,12 +164,6 @@ class MLflow:
             for start in range(0, len(params), MLFLOW_PARAMS):
                 chunk = params[start : start + MLFLOW_PARAMS]
                 self._client.log_batch(self._run_id, params=chunk)
-        self._error: Exception | None = None
-        self._batches: SimpleQueue[list[Metric] | None] = SimpleQueue()
-        # Not MLflow's own queue, whose threads collide when they make the files of a new metric.
-        # A daemon, because a server that does not answer must not keep the process alive.
-        self._sender = Thread(target=self._send_batches, name="mlflow", daemon=True)
-        self._sender.start()
 
     def _experiment(self, name: str | None) -> str:
         """Returns the id of an experiment, which is made if it does not exist."""
