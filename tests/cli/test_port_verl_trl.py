@@ -82,6 +82,10 @@ VERL_COMMENTS = {
         f"{ROLLOUT}.gpu_memory_utilization=$(free)",
         "the value is known when the script runs",
     ),
+    "correction of the running script": (
+        "algorithm.rollout_correction.rollout_is_threshold=$T",
+        "rollout_is_threshold=${T}: the value is known when the script runs; add the option",
+    ),
     "engine of the running script": (
         f"{ROLLOUT}.name=$ENGINE",
         f"{ROLLOUT}.name is known when the script runs; port has assumed vllm.",

@@ -235,7 +235,7 @@ def convert_verl(words: Sequence[str]) -> Conversion:
         parent, _, name = key.rpartition(".")
         is_loss = key.removeprefix(f"{ACTOR}.") in (LOSS_MODE, *ACTOR_NAMES)
         if parent == CORRECTION or is_loss:
-            conversion.overrides.append(f"{key}={value}")
+            _add_override(key, value, conversion)
             del remaining[key]
         elif key.startswith(ENGINE_KWARGS):
             _add_engine_option(name, value, f"{key}={legible(value)}", conversion)
@@ -249,6 +249,17 @@ def convert_verl(words: Sequence[str]) -> Conversion:
     # main_ppo always shares GPUs.
     conversion.add("--colocate", SHARED_GPUS)
     return conversion
+
+
+def _add_override(key: str, value: str, conversion: Conversion) -> None:
+    """Adds an override that train.py reads itself, unless only the running script has its value."""
+    if OPEN in value:
+        conversion.todo.append(
+            f"{key}={legible(value)}: the value is known when the script runs; add the option with"
+            " its value."
+        )
+    else:
+        conversion.overrides.append(f"{key}={value}")
 
 
 def _add_engine_option(name: str, value: str, spelling: str, conversion: Conversion) -> None:
