@@ -36,6 +36,7 @@ SMOLLM2 = (
     " --n-samples-per-prompt 4 --rollout-max-response-len 12 --micro-batch-size 4"
 )
 COMMON = "--weight-decay 0 --num-threads 1 --no-progress --check-engines off"
+FLAGS = {"sort_digits": SORT_DIGITS, "smollm2": SMOLLM2}
 RANK = 8
 CASES = {
     "sort_digits": [
@@ -81,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--task", choices=list(CASES), default="sort_digits")
     options = parser.parse_args(argv)
-    rows = read_rows(RESULTS, Row) if RESULTS.exists() else []
+    rows = []
+    if RESULTS.exists():
+        rows = read_rows(RESULTS, Row)
     done = {row.key for row in rows}
     for seed in SEEDS[options.task]:
         for rank, lr in CASES[options.task]:
@@ -100,14 +103,19 @@ def run(task: str, rank: int | None, lr: float, seed: int) -> Row:
     rows, usage = train(task, rank, lr, seed, steps)
     _, first = train(task, rank, lr, seed, 1)
     seconds = cpu_seconds(usage) - cpu_seconds(first)
+    accuracy_before = None
+    accuracy = None
     accuracies = [row["eval/held_out"] for row in rows if "eval/held_out" in row]
+    if accuracies:
+        accuracy_before = accuracies[0]
+        accuracy = accuracies[-1]
     return Row(
         task=task,
         rank=rank,
         lr=lr,
         seed=seed,
-        accuracy_before=accuracies[0] if accuracies else None,
-        accuracy=accuracies[-1] if accuracies else None,
+        accuracy_before=accuracy_before,
+        accuracy=accuracy,
         step_cpu_s=seconds / (steps - 1),
         peak_mib=usage.ru_maxrss / 1024,
         machine=machine(),
@@ -124,7 +132,7 @@ def train(
     task: str, rank: int | None, lr: float, seed: int, steps: int
 ) -> tuple[list[dict[str, float]], resource.struct_rusage]:
     """Trains in a separate process; returns the metrics, and the resources that it used."""
-    words = (SORT_DIGITS if task == "sort_digits" else SMOLLM2).split() + COMMON.split()
+    words = [*FLAGS[task].split(), *COMMON.split()]
     words += [
         "--num-rollout",
         str(steps),
