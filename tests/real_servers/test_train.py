@@ -22,7 +22,7 @@ from tests.samples import flat
 Row = dict[str, Any]
 """A row of metrics.jsonl."""
 STEPS = 4
-CONTEXT = 112
+CONTEXT = 412
 """Longest prompt and response together of the interrupted run, in tokens."""
 
 
@@ -171,8 +171,8 @@ def experts_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     if ENGINE.name == "sglang":
         family = "qwen3_moe"
         options.append("--use-rollout-routing-replay")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, **ENGINE.sizes}
-    flags = make_task(directory, family, prompts=32, **sizes)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512}
+    flags = make_task(directory, family, prompts=32, **sizes, **ENGINE.sizes)
     return [*without_engine(flags), *options, *server_flags(dtype="bfloat16")]
 
 
@@ -242,14 +242,14 @@ def unfinished_responses(checkpoint: Path) -> list[Sample]:
 
 
 def write_prompts(file: Path) -> Path:
-    """Four long prompts, four short ones, four long ones, and so on.
+    """Short and long prompts in turn, which leave room for responses of 400 and of 20 tokens.
 
-    Long prompts leave room for 20 tokens. Their groups complete a rollout while the server has
-    most of the tokens after the short prompts still to sample.
+    So a rollout is complete while the server still samples after short prompts, even if an abort
+    takes it a hundred tokens.
     """
     rows = []
     for number in range(32):
-        is_long = number // 4 % 2 == 0
+        is_long = number % 2 == 1
         digits = str(number % 10) * (CONTEXT - 22 if is_long else 3)
         rows.append(json.dumps({"prompt": f"<bos>{digits}>", "label": digits}))
     file.write_text("\n".join(rows) + "\n")
@@ -261,7 +261,7 @@ def interrupted_run(
     experts_task: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> InterruptedRun:
     directory = tmp_path_factory.mktemp("interrupted")
-    flags = [*experts_task, "--num-rollout", "6", "--rollout-max-response-len", "100"]
+    flags = [*experts_task, "--num-rollout", "6", "--rollout-max-response-len", "400"]
     flags += ["--partial-rollout", "--over-sampling-batch-size", "8"]
     prompts = write_prompts(directory / "prompts.jsonl")
     flags += ["--prompt-data", str(prompts), "--rollout-max-context-len", str(CONTEXT)]
