@@ -1,8 +1,9 @@
 """Float32 matrix products by the library that is fast on this processor.
 
 torch multiplies float32 matrices on a CPU with MKL. On processors that are not Intel's, MKL uses
-AVX2 even if there is AVX-512. oneDNN, which torch has too and uses for bfloat16, then is twice as
-fast: 160 to 220 against 80 to 100 GFLOP/s on one core of an AMD EPYC of family 26 (Zen 5).
+AVX2 even if there is AVX-512. oneDNN, which torch has too and uses for bfloat16, then is up to
+twice as fast: 160 to 220 against 80 to 110 GFLOP/s on one core of an AMD EPYC of family 26 (Zen 5),
+and 110 to 160 for the gradients of weights.
 
 Both sum in float32, in different orders. Results differ by rounding errors, and the choice depends
 on the processor only. The products of `--true-on-policy` are in `invariant.operations`.
