@@ -1,7 +1,8 @@
 """Trains all weights, and LoRA adapters of rank 8, on the same number of samples.
 
-    python -m studies.lora.run                       # sort digits, three seeds
-    python -m studies.lora.run --task smollm2        # memory and time of SmolLM2-135M
+    python -m studies.lora.run                             # sort digits, three seeds
+    python -m studies.lora.run --task smollm2              # memory and time of SmolLM2-135M
+    python -m studies.lora.run --task smollm2-accuracy     # accuracy of SmolLM2-135M, three seeds
 
 Runs are made one after another. Each appends a row to results.csv: accuracy on held-out prompts,
 CPU time of a step, and the peak resident set of the process.
@@ -23,6 +24,22 @@ from examples.tables import read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results.csv"
+RANK = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Runs that differ in rank, learning rate and seed."""
+
+    flags: str
+    steps: int
+    seeds: tuple[int, ...]
+    cases: tuple[tuple[int | None, float], ...]
+    """Rank of the adapters, None for all weights, and learning rate."""
+    measures_time: bool = True
+    """Whether a second run of one step gives the time that the start and the evaluations take."""
+
+
 SORT_DIGITS = (
     "--hf-checkpoint data/sort_digits/checkpoint --prompt-data data/sort_digits/train.jsonl"
     " --input-key prompt --label-key label --rollout-shuffle --rm-type exact_match"
@@ -33,23 +50,34 @@ SMOLLM2 = (
     "--hf-checkpoint data/smollm2/checkpoint --prompt-data data/smollm2/prompts/train.jsonl"
     " --input-key prompt --label-key label --apply-chat-template --rollout-shuffle --custom-rm-path"
     " examples/reasoning_gym/reward.py:correct --rollout-batch-size 4"
-    " --n-samples-per-prompt 4 --rollout-max-response-len 12 --micro-batch-size 4"
+    " --rollout-max-response-len 12 --micro-batch-size 4"
+)
+SMOLLM2_ACCURACY = (
+    f"{SMOLLM2} --n-samples-per-prompt 8 --lr-warmup-iters 2 --lr-decay-style constant"
+    " --eval-prompt-data held_out data/smollm2/prompts/eval.jsonl --eval-interval 12"
 )
 COMMON = "--weight-decay 0 --num-threads 1 --no-progress --check-engines off"
-FLAGS = {"sort_digits": SORT_DIGITS, "smollm2": SMOLLM2}
-RANK = 8
-CASES = {
-    "sort_digits": [
-        (None, 1.5e-4),
-        (RANK, 3e-4),
-        (RANK, 1e-3),
-        (RANK, 3e-3),
-    ],
-    "smollm2": [(None, 2e-5), (RANK, 2e-4)],
+TASKS = {
+    "sort_digits": Task(
+        flags=SORT_DIGITS,
+        steps=60,
+        seeds=(0, 1, 2),
+        cases=((None, 1.5e-4), (RANK, 3e-4), (RANK, 1e-3), (RANK, 3e-3)),
+    ),
+    "smollm2": Task(
+        flags=f"{SMOLLM2} --n-samples-per-prompt 4",
+        steps=2,
+        seeds=(0,),
+        cases=((None, 2e-5), (RANK, 2e-4)),
+    ),
+    "smollm2-accuracy": Task(
+        flags=SMOLLM2_ACCURACY,
+        steps=12,
+        seeds=(0, 1, 2),
+        cases=((None, 2e-5), (None, 5e-5), (RANK, 2e-4), (RANK, 5e-4), (RANK, 1e-3)),
+        measures_time=False,
+    ),
 }
-"""Rank of the adapters, None for all weights, and learning rate, by task."""
-STEPS = {"sort_digits": 60, "smollm2": 2}
-SEEDS = {"sort_digits": (0, 1, 2), "smollm2": (0,)}
 
 
 @dataclass(frozen=True)
@@ -63,9 +91,9 @@ class Row:
     accuracy_before: float | None
     accuracy: float | None
     """Share of correct answers to held-out prompts after the last step."""
-    step_cpu_s: float
+    step_cpu_s: float | None
     """CPU time of a step, rollout and weight update included, without the time of the first step
-    and of the start, seconds."""
+    and of the start, seconds; None if it was not measured."""
     peak_mib: float
     """Largest resident set of the process."""
     machine: str
@@ -80,14 +108,15 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the runs that are missing in results.csv."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--task", choices=list(CASES), default="sort_digits")
+    parser.add_argument("--task", choices=list(TASKS), default="sort_digits")
     options = parser.parse_args(argv)
     rows = []
     if RESULTS.exists():
         rows = read_rows(RESULTS, Row)
     done = {row.key for row in rows}
-    for seed in SEEDS[options.task]:
-        for rank, lr in CASES[options.task]:
+    task = TASKS[options.task]
+    for seed in task.seeds:
+        for rank, lr in task.cases:
             if (options.task, rank, lr, seed) in done:
                 continue
             row = run(options.task, rank, lr, seed)
@@ -97,12 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(task: str, rank: int | None, lr: float, seed: int) -> Row:
-    """Makes a run, and one of a single step, whose time is subtracted."""
-    steps = STEPS[task]
-    rows, usage = train(task, rank, lr, seed, steps)
-    _, first = train(task, rank, lr, seed, 1)
-    seconds = cpu_seconds(usage) - cpu_seconds(first)
+def run(name: str, rank: int | None, lr: float, seed: int) -> Row:
+    """Makes a run of a task, and if its time is measured, one of a single step to subtract."""
+    task = TASKS[name]
+    rows, usage = train(task, rank, lr, seed, task.steps)
+    step_cpu_s = None
+    if task.measures_time:
+        _, first = train(task, rank, lr, seed, 1)
+        step_cpu_s = (cpu_seconds(usage) - cpu_seconds(first)) / (task.steps - 1)
     accuracy_before = None
     accuracy = None
     accuracies = [row["eval/held_out"] for row in rows if "eval/held_out" in row]
@@ -110,13 +141,13 @@ def run(task: str, rank: int | None, lr: float, seed: int) -> Row:
         accuracy_before = accuracies[0]
         accuracy = accuracies[-1]
     return Row(
-        task=task,
+        task=name,
         rank=rank,
         lr=lr,
         seed=seed,
         accuracy_before=accuracy_before,
         accuracy=accuracy,
-        step_cpu_s=seconds / (steps - 1),
+        step_cpu_s=step_cpu_s,
         peak_mib=usage.ru_maxrss / 1024,
         machine=machine(),
         commit=commit(),
@@ -129,10 +160,10 @@ def cpu_seconds(usage: resource.struct_rusage) -> float:
 
 
 def train(
-    task: str, rank: int | None, lr: float, seed: int, steps: int
+    task: Task, rank: int | None, lr: float, seed: int, steps: int
 ) -> tuple[list[dict[str, float]], resource.struct_rusage]:
     """Trains in a separate process; returns the metrics, and the resources that it used."""
-    words = [*FLAGS[task].split(), *COMMON.split()]
+    words = [*task.flags.split(), *COMMON.split()]
     words += [
         "--num-rollout",
         str(steps),
