@@ -76,8 +76,9 @@ class Attention:
     """Types of layers, each with different rotary frequencies; empty if these are equal in all
     layers."""
     window: str | None = None
-    """Field with the number of last tokens, itself included, that a token sees. It is about layers
-    of the type sliding_attention, or all layers if the configuration has no types."""
+    """Field with the number of last tokens, itself included, that a token sees."""
+    has_typed_windows: bool = False
+    """Whether the window is about layers of the type sliding_attention; otherwise all have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +158,13 @@ def family_of(hf: Any) -> Family:
 
 def attention_windows(hf: Any) -> tuple[int | None, ...]:
     """Returns for each layer the number of last tokens that a token sees; None for all."""
-    field = family_of(hf).attention.window
-    window = None if field is None else getattr(hf, field)
-    types = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    attention = family_of(hf).attention
+    window: int | None = None
+    if attention.window is not None:
+        window = getattr(hf, attention.window)
+    if not attention.has_typed_windows:
+        return tuple(window for _ in range(hf.num_hidden_layers))
+    return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
 
 
 def stacks_experts(hf: Any) -> bool:
@@ -448,6 +452,7 @@ FAMILIES: Mapping[str, Family] = {
             scale="query_pre_attn_scalar",
             rotary_kinds=("sliding_attention", "full_attention"),
             window="sliding_window",
+            has_typed_windows=True,
         ),
         norms="both",
         norm_offset=1.0,
@@ -516,7 +521,9 @@ FAMILIES: Mapping[str, Family] = {
         title="gpt-oss",
         model_type="gpt_oss",
         rotary_class=ROTARY.format("gpt_oss", "GptOss"),
-        attention=Attention(qkv_bias=True, sinks=True, window="sliding_window"),
+        attention=Attention(
+            qkv_bias=True, sinks=True, window="sliding_window", has_typed_windows=True
+        ),
         experts=Experts(
             router="chosen_softmax",
             count="num_local_experts",

@@ -13,6 +13,7 @@ from slime_tis.atomic_files import parse_object
 from slime_tis.errors import first_line, one_line, quoted, quoted_path
 from slime_tis.families import FAMILIES, family_of
 from slime_tis.unread_fields import unread_problems
+from slime_tis.unsupported_families import UNSUPPORTED
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Supported values of rope_type."""
@@ -148,9 +149,12 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
     if isinstance(architectures, list):
         name = architectures[0]
     if not isinstance(architectures, list) or name not in FAMILIES:
+        reason = ""
+        if isinstance(name, str) and name in UNSUPPORTED:
+            reason = f" {UNSUPPORTED[name]}"
         raise ValueError(
             f"{where} of the architecture {one_line(str(name))} but supported are"
-            f" {', '.join(FAMILIES)}; give a checkpoint of one of these."
+            f" {', '.join(FAMILIES)}; give a checkpoint of one of these.{reason}"
         )
     quantization = model.get("quantization_config")
     if quantization is not None:
@@ -187,10 +191,11 @@ def load_config(directory: str | Path) -> Any:
             f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}."
         ) from error
     if hf.model_type != family.model_type:
-        problem = (
-            f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]};"
-            f" {family.model_type} does"
-        )
+        problem = f"model_type {quoted(model.get('model_type'))}"
+        if hf.model_type != model.get("model_type"):
+            # such as Ministral: Mistral with types of layers
+            problem += f", which transformers reads as {quoted(hf.model_type)} with these fields"
+        problem += f" and which does not match {hf.architectures[0]}; {family.model_type} does"
     else:
         problem = _absent_field(hf) or _layers_problem(hf) or _moe_problem(hf)
     if problem:
@@ -319,7 +324,9 @@ def _sigmoid_router_problem(hf: Any, sizes: MoeSizes) -> str:
         f"num_experts_per_tok {top_k} of {experts} experts, n_group {groups}, topk_group {chosen}"
     )
     # transformers ignores this field if mlp_layer_types decides
-    first = getattr(hf, "first_k_dense_replace", sizes.layers[0])
+    first = getattr(hf, "first_k_dense_replace", None)
+    if first is None:
+        first = sizes.layers[0]
     if list(sizes.layers) != list(range(first, hf.num_hidden_layers)):
         return f"first_k_dense_replace {first}, but other layers have experts"
     # megatron-core divides the scores of several experts by their sum; it does not divide the score

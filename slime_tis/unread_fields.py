@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.families import FAMILIES, Family
+from slime_tis.families import FAMILIES, Experts, Family
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     # attention
@@ -21,6 +21,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (None,),
     "attention_multiplier": (None,),
     "clip_qkv": (None,),
+    "attention_out_bias": (None, False),
     "no_rope_layers": (None,),
     "index_topk": (None, 0),
     "alibi": (None, False),
@@ -77,9 +78,8 @@ def unread_problems(model: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(rope, dict):
             for field in sorted(rope.keys() - known):
                 yield f"{field} {quoted(rope[field])} in {name}"
-    experts = family.experts
-    if experts is not None and model.get("scoring_func") not in (None, _score_function(family)):
-        yield f"scoring_func {quoted(model['scoring_func'])}"
+    if family.experts is not None:
+        yield from _router_problems(model, family.experts)
 
 
 def _fields_of(family: Family) -> set[str]:
@@ -95,9 +95,18 @@ def _fields_of(family: Family) -> set[str]:
     return names
 
 
-def _score_function(family: Family) -> str:
-    assert family.experts is not None
-    return "sigmoid" if family.experts.router == "sigmoid" else "softmax"
+def _router_problems(model: Mapping[str, Any], experts: Experts) -> Iterator[str]:
+    """Yields scores, choices and scales that the family's router does not have."""
+    is_sigmoid = experts.router == "sigmoid"
+    score = "sigmoid" if is_sigmoid else "softmax"
+    if model.get("scoring_func") not in (None, score):
+        yield f"scoring_func {quoted(model['scoring_func'])}"
+    # SGLang and vLLM give the router a selection bias only with this value.
+    if is_sigmoid and model.get("topk_method") not in (None, "noaux_tc"):
+        yield f"topk_method {quoted(model['topk_method'])}"
+    scale = model.get("routed_scaling_factor")
+    if experts.router in ("softmax", "chosen_softmax") and scale not in (None, 1):
+        yield f"routed_scaling_factor {quoted(scale)}"
 
 
 def _attention_problems(model: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -107,12 +116,17 @@ def _attention_problems(model: Mapping[str, Any], family: Family) -> Iterator[st
     # The Qwen families have a window that this flag switches on.
     if not has_windows and window is not None and model.get("use_sliding_window") is not False:
         yield f"sliding_window {quoted(window)} without use_sliding_window false"
+    if family.biases and model.get("attention_bias") is False:
+        yield "attention_bias false"
     kinds = model.get("layer_types")
     if not isinstance(kinds, list):
         return
     known = {"full_attention"}
-    if has_windows:
+    if family.attention.has_typed_windows:
         known.add("sliding_attention")
+    elif has_windows and window is not None:
+        # transformers gives all layers the window, vLLM only those of this type.
+        known = {"sliding_attention"}
     for kind in kinds:
         if kind not in known:
             yield f"{quoted(kind)} in layer_types"

@@ -25,6 +25,7 @@ LAYERS = (
         "slime_tis.hf_directory",
         "slime_tis.hf_tensors",
         "slime_tis.unread_fields",
+        "slime_tis.unsupported_families",
         "slime_tis.hf_hub",
         "slime_tis.peft_directory",
     ),

@@ -4,9 +4,12 @@ import json
 
 import pytest
 
-from slime_tis.hf_directory import load_config, read_model_config
+from slime_tis.families import FAMILIES as FAMILIES_OF_TRAINING
+from slime_tis.hf_directory import load_config, moe_layers, read_model_config
 from slime_tis.trainer.cli.file_checks import layout_problems
 from slime_tis.trainer.configs.megatron import MegatronConfig
+from slime_tis.trainer.port.published_models import name_problem
+from slime_tis.unsupported_families import UNSUPPORTED
 from tests.checkpoints import FAMILIES, MOE_SIZES, SIZES, architecture_of_family
 
 WINDOWS = ["full_attention", "sliding_attention"]
@@ -41,6 +44,24 @@ REFUSED = {
         {"first_k_dense_replace": -1},
         "first_k_dense_replace -1",
     ),
+    "windows in some layers": (
+        "mistral",
+        {"layer_types": WINDOWS, "sliding_window": 8},
+        "'full_attention' in layer_types",
+    ),
+    "a bias of the output": ("seed_oss", {"attention_out_bias": True}, "attention_out_bias True"),
+    "attention without biases": ("gpt_oss", {"attention_bias": False}, "attention_bias false"),
+    "no selection bias": ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+    "a scale of experts": (
+        "qwen3_moe",
+        {"routed_scaling_factor": 2.5},
+        "routed_scaling_factor 2.5",
+    ),
+    "another type of the model": (
+        "mistral",
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8},
+        "'mistral', which transformers reads as 'ministral'",
+    ),
 }
 
 
@@ -73,3 +94,30 @@ def test_key_value_heads_of_null_are_as_many_as_heads(tmp_path):
     assert load_config(tmp_path).num_key_value_heads == SIZES["num_attention_heads"]
     config = MegatronConfig(hf_checkpoint=str(tmp_path), tensor_model_parallel_size=2)
     assert list(layout_problems(config, model, None, 2)) == []
+
+
+def test_types_of_layers_decide_without_a_first_sparse_layer(tmp_path):
+    types = ["dense", "sparse"]
+    fields = {"mlp_layer_types": types, "first_k_dense_replace": None}
+    write_config(tmp_path, "glm4_moe_lite", fields)
+    assert moe_layers(load_config(tmp_path)) == [1]
+
+
+GATED = ("Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+
+
+@pytest.mark.parametrize("architecture", GATED)
+def test_gated_delta_nets_are_refused_with_the_reason(architecture, tmp_path):
+    write_config(tmp_path, "qwen3", {"architectures": [architecture]})
+    with pytest.raises(ValueError, match=r"gated delta nets.* Train Qwen3 or Qwen3-MoE here, or"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-35B-A3B"])
+def test_port_gives_the_reason_for_gated_delta_nets(name):
+    assert "gated delta nets" in name_problem(f"/models/{name}")
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_refused_family_is_not_supported(name):
+    assert name not in FAMILIES_OF_TRAINING

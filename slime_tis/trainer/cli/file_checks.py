@@ -23,6 +23,7 @@ from slime_tis.hf_directory import (
 from slime_tis.hf_tensors import check_tensors
 from slime_tis.options import fields
 from slime_tis.peft_directory import read_adapter_config
+from slime_tis.trainer.cli.sglang_models import refuse_misread_model
 from slime_tis.trainer.configs.loop import ReportingConfig
 from slime_tis.trainer.configs.megatron import LORA_TARGETS, MegatronConfig
 from slime_tis.trainer.configs.rollout import RolloutConfig
@@ -105,10 +106,11 @@ def check_model(
         read_model_config(megatron.ref_load, "--ref-load")
     model = read_model_config(megatron.hf_checkpoint)
     check_generation_config(megatron.hf_checkpoint)
+    family = FAMILIES[model["architectures"][0]]
     hf = None
     moe = None
-    if FAMILIES[model["architectures"][0]].experts is not None:
-        # Only for experts, because this imports transformers, which takes seconds.
+    if family.experts is not None or family.attention.window is not None:
+        # Only if needed, because this imports transformers, which takes seconds.
         hf = load_config(megatron.hf_checkpoint)
         moe = moe_sizes(hf)
     problems = list(layout_problems(megatron, model, moe, world_size))
@@ -116,9 +118,12 @@ def check_model(
         raise ValueError(" ".join(problems))
     if moe is None:
         _refuse_expert_options(megatron, rollout)
-    else:
-        _check_experts(megatron, rollout, hf, moe)
-    _check_adapters(megatron, FAMILIES[model["architectures"][0]])
+    elif megatron.share_prompts:
+        raise ValueError("--share-prompts does not work with mixtures of experts; remove it.")
+    if rollout.rollout_engine == "sglang" and hf is not None:
+        longest = rollout.rollout_max_context_len or hf.max_position_embeddings
+        refuse_misread_model(megatron.hf_checkpoint, hf, moe, longest)
+    _check_adapters(megatron, family)
     _check_lengths(rollout, model.get("max_position_embeddings"), model.get("vocab_size"))
     return model
 
@@ -243,25 +248,6 @@ def _divided_sizes(
         ("--tensor-model-parallel-size", tensor, "inner size of the shared expert", shared_width)
     )
     return sizes
-
-
-def _check_experts(
-    megatron: MegatronConfig, rollout: RolloutConfig, hf: Any, moe: MoeSizes
-) -> None:
-    """Refuses shared prompts, and models that SGLang reads in another way."""
-    if megatron.share_prompts:
-        raise ValueError("--share-prompts does not work with mixtures of experts; remove it.")
-    if rollout.rollout_engine != "sglang":
-        return
-    # SGLang 0.5.23 reports no error for these models, and samples from another one.
-    directory = quoted_path(megatron.hf_checkpoint)
-    advice = "use --rollout-engine local, or another checkpoint"
-    if hf.tie_word_embeddings:
-        raise ValueError(
-            f"{directory} ties embeddings, which SGLang ignores with experts; {advice}."
-        )
-    if hasattr(hf, "decoder_sparse_step") and len(moe.layers) < hf.num_hidden_layers:
-        raise ValueError(f"{directory} has dense layers, which SGLang reads as sparse; {advice}.")
 
 
 def _refuse_expert_options(megatron: MegatronConfig, rollout: RolloutConfig) -> None:

@@ -9,6 +9,7 @@ from slime_tis.families import FAMILIES, family_titles
 from slime_tis.options.flags import Flag, flags_of
 from slime_tis.trainer.cli.slime_flags import RESTATED
 from slime_tis.trainer.port.gpus import count
+from slime_tis.unsupported_families import NAMES
 
 _QWEN3 = "--vocab-size 151936 --kv-channels 128 --qk-layernorm"
 _UNTIED = "--untie-embeddings-and-output-weights"
@@ -212,10 +213,14 @@ def name_problem(directory: str) -> str | None:
     """Returns why train.py cannot load the checkpoint that a directory's name promises, or None."""
     name = PurePosixPath(directory).name.lower()
     if OTHER_FAMILIES.search(name):
-        return (
+        problem = (
             f"--hf-checkpoint is {directory}, by its name of an unsupported family; "
             f"supported are {family_titles()}"
         )
+        for pattern, reason in NAMES.items():
+            if re.search(pattern, name):
+                problem += f". {reason.removesuffix('.')}"
+        return problem
     if QUANTIZED.search(name):
         return (
             f"--hf-checkpoint is {directory}, by its name quantized; give a checkpoint in bf16, and"

@@ -1,0 +1,38 @@
+"""Published families that `train.py` refuses, with the reason and what to train instead."""
+
+from collections.abc import Mapping
+
+WITH_SLIME = (
+    "train it with slime or miles, which take this project's corrections by"
+    " --custom-tis-function-path"
+)
+_GATED_DELTA_NET = (
+    "Most layers of this family are gated delta nets. megatron-core 0.16.1 computes them only with"
+    " the GPU kernels of flash-linear-attention, and refuses packed sequences, on which all"
+    f" training here is built. Train Qwen3 or Qwen3-MoE here, or {WITH_SLIME}."
+)
+_INDEXER = (
+    "Its attention sees only the tokens that an indexer chooses, and no layer here has one. Train"
+    f" DeepSeek-V3 or GLM-4.7-Flash here, or {WITH_SLIME}."
+)
+_IMAGES = "It reads images; only checkpoints for text are supported."
+UNSUPPORTED: Mapping[str, str] = {
+    "Qwen3NextForCausalLM": _GATED_DELTA_NET,
+    "Qwen3_5ForCausalLM": _GATED_DELTA_NET,
+    "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,
+    "Qwen3_5ForConditionalGeneration": _GATED_DELTA_NET,
+    "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA_NET,
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "GlmMoeDsaForCausalLM": _INDEXER,
+    "Gemma3ForConditionalGeneration": _IMAGES,
+    "Mistral3ForConditionalGeneration": _IMAGES,
+    "Qwen2_5_VLForConditionalGeneration": _IMAGES,
+    "Qwen3VLForConditionalGeneration": _IMAGES,
+    "Qwen3VLMoeForConditionalGeneration": _IMAGES,
+}
+"""Sentences for the message, by the architecture in config.json."""
+NAMES: Mapping[str, str] = {
+    r"qwen3(\.[5-9]|-next)": _GATED_DELTA_NET,
+    r"deepseek-v3\.2|glm-?5": _INDEXER,
+}
+"""The same by a pattern of directory names in lower case, for scripts without the checkpoint."""
