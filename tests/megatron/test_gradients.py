@@ -85,6 +85,26 @@ def test_every_gradient_of_family_layers_on_ranks(ranks, layout, tmp_path):
     assert differing_gradients(tmp_path, FAMILY_LAYERS, layout, ranks, OPTIONS) == {}
 
 
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "tensor and pipeline": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2,
+    },
+    "tensor and context": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "context_parallel_size": 2,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FOUR_RANKS.values(), ids=list(FOUR_RANKS))
+def test_every_gradient_of_family_layers_on_four_ranks(layout, tmp_path):
+    assert differing_gradients(tmp_path, FAMILY_LAYERS, layout, 4, OPTIONS) == {}
+
+
 def test_every_supported_family_is_compared():
     compared = {architecture_of_family(family) for family, _ in MODELS.values()}
     assert compared == set(FAMILIES)

@@ -60,6 +60,9 @@ WHOLE_LAYOUTS = {
     "tensor and experts": LAYOUTS["tensor and experts"],
     "context": LAYOUTS["context"],
     "pipeline": LAYOUTS["pipeline"],
+    "tensor and experts on two pairs of ranks": (4, TENSOR_2 | WHOLE_EXPERTS | EXPERTS_2),
+    "tensor and pipeline": LAYOUTS["tensor and pipeline, whole experts"],
+    "tensor and context": LAYOUTS["tensor and context, whole experts"],
 }
 
 
