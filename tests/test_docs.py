@@ -511,7 +511,8 @@ OTHER_PROGRAMS = """
 --master-port --master-addr --node-rank --version --async_generate --python --enable-scale-out
 --logprobs-mode --worker-extension-cls --enable-prompt-tokens-details --no-enable-chunked-prefill
 --return-sampling-mask
---reference --other --precision --other-precision --samples --tokens --chunk-size --url
+--reference --other --precision --other-precision --adapter --other-adapter --older-adapter
+--samples --tokens --chunk-size --url
 """
 """Flags of tensorboard, pip, torchrun, Slurm, SGLang, vLLM, ms-swift, pytest, examples/,
 benchmarks/, tools/, other `slime-tis …`."""

@@ -118,6 +118,8 @@ class Comparison:
     log_probs: LogProbs
     operations: list[OperationDifference]
     """In the order of computation."""
+    cause: str = ""
+    """What is wrong with a LoRA adapter, in words; empty without a fault."""
 
     @property
     def first(self) -> OperationDifference | None:

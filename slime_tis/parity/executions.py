@@ -32,6 +32,8 @@ class Side:
     """Tokens of a pass of `chunks`."""
     url: str = ""
     """Address of a server."""
+    adapter: str = ""
+    """Directory of a LoRA adapter of PEFT, which is applied without merging; none if empty."""
     true_on_policy: bool = False
     """Whether an engine has the operations of --true-on-policy."""
 

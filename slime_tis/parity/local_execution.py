@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_tis.parity.adapters import apply_adapter
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import Recorder, Recording, Rows, replaced_attribute
 from slime_tis.parity.samples import Samples
@@ -73,6 +74,8 @@ def opened(side: Side) -> Iterator[Record]:
     """Loads the engine's model; yields its execution."""
     model = load_model(side.checkpoint, DTYPES[side.precision]).to(side.device)
     check_config(model.config)
+    if side.adapter:
+        apply_adapter(model, side.adapter)
     invariant_options: dict[str, Any] = {}
     if side.true_on_policy:
         invariant_options = _use_shared_kernels(model, side)

@@ -12,12 +12,15 @@ from slime_tis.analysis.diagnosis.rescore import check_device
 from slime_tis.analysis.report.page import check_output
 from slime_tis.errors import quoted, quoted_path
 from slime_tis.hf_hub import local_directory
+from slime_tis.parity.adapters import adapter_cause
 from slime_tis.parity.checkpoint import read_config, vocab_size_of
 from slime_tis.parity.comparison import Comparison, compare
 from slime_tis.parity.executions import EXECUTIONS, Record, Side
+from slime_tis.parity.parity_options import ADAPTER_SAMPLES, NO_ADAPTER, SAMPLES
 from slime_tis.parity.parity_page import write_page
 from slime_tis.parity.parity_text import as_json, text
 from slime_tis.parity.samples import Samples, check_length, joined, random_prompts, read_prompts
+from slime_tis.peft_directory import read_adapter_config
 
 SEEDS = 1 << 63
 """Seeds of torch are −SEEDS to SEEDS − 1."""
@@ -68,7 +71,8 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
         ValueError: The options do not fit together.
     """
     names = chosen.other or ["decode"]
-    for option, value in (("--samples", chosen.samples), ("--tokens", chosen.tokens)):
+    count = _sample_count(chosen)
+    for option, value in (("--samples", count), ("--tokens", chosen.tokens)):
         if not 1 <= value <= 100_000:
             raise ValueError(f"{option} is {value} but must be a number from 1 to 100000.")
     if not 1 <= chosen.chunk_size <= 1_000_000:
@@ -79,6 +83,7 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
     if chosen.fail_on is not None and not chosen.fail_on >= 0:
         raise ValueError(f"--fail-on is {chosen.fail_on:g} but must be 0 or more, in nats.")
     checkpoint = local_directory(chosen.checkpoint, "CHECKPOINT")
+    adapter, other_adapter = _adapters(chosen)
     other_checkpoint = checkpoint
     if chosen.other_checkpoint:
         other_checkpoint = local_directory(chosen.other_checkpoint, "--other-checkpoint")
@@ -96,6 +101,7 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
         device=chosen.device,
         chunk_size=chosen.chunk_size,
         url=chosen.url,
+        adapter=adapter,
         true_on_policy=chosen.true_on_policy and EXECUTIONS[chosen.reference].is_engine,
     )
     others = []
@@ -105,12 +111,14 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
             execution=name,
             checkpoint=other_checkpoint,
             precision=chosen.other_precision or chosen.precision,
+            adapter=other_adapter,
             true_on_policy=chosen.true_on_policy and EXECUTIONS[name].is_engine,
         )
         if other == reference:
             raise ValueError(
-                f"--reference and --other are both {quoted(name)} with the same checkpoint and"
-                " precision; choose another --other, --other-precision or --other-checkpoint."
+                f"--reference and --other are both {quoted(name)} with the same checkpoint,"
+                " precision and adapter; choose another --other, --other-precision,"
+                " --other-checkpoint or --other-adapter."
             )
         others.append(other)
     return reference, others
@@ -131,8 +139,48 @@ def run(chosen: Namespace, reference: Side, others: list[Side]) -> list[Comparis
             if comparison.first is not None:
                 isolated = record(samples, expected)
                 comparison = compare(expected, recording, isolated, samples)
-        comparisons.append(comparison)
+        cause = adapter_cause(comparison, reference, other, samples, chosen.older_adapter)
+        comparisons.append(replace(comparison, cause=cause))
     return comparisons
+
+
+def _adapters(chosen: Namespace) -> tuple[str, str]:
+    """Returns the directories of the adapters of the reference and of the others.
+
+    Raises:
+        ValueError: A directory has no plain LoRA adapter, or the options do not fit together.
+    """
+    adapter = chosen.adapter
+    other = chosen.other_adapter or adapter
+    if other == NO_ADAPTER:
+        other = ""
+    directories = {"--adapter": [adapter], "--other-adapter": [other]}
+    directories["--older-adapter"] = chosen.older_adapter
+    for option, paths in directories.items():
+        for path in filter(None, paths):
+            read_adapter_config(path, f"{option} is {quoted_path(path)}")
+    servers = [name for name in chosen.other if EXECUTIONS[name].is_server]
+    if servers and chosen.other_adapter:
+        raise ValueError(
+            f"--other-adapter has no effect on the execution {servers[0]}: the server applies what"
+            " it has. Give --adapter only, and --older-adapter if it may have an older one."
+        )
+    if not (adapter or other):
+        if chosen.other_adapter or chosen.older_adapter:
+            raise ValueError("--other-adapter and --older-adapter need --adapter.")
+    elif chosen.true_on_policy:
+        raise ValueError("--true-on-policy does not work with LoRA adapters; remove --adapter.")
+    return adapter, other
+
+
+def _sample_count(chosen: Namespace) -> int:
+    """Returns the number of prompts: more by default if a fault of an adapter is searched for."""
+    if chosen.samples is not None:
+        count: int = chosen.samples
+        return count
+    if chosen.adapter or chosen.other_adapter:
+        return ADAPTER_SAMPLES
+    return SAMPLES
 
 
 @contextmanager
@@ -173,12 +221,11 @@ def _samples(chosen: Namespace, reference: Side) -> Samples:
     from slime_tis.parity.transformers_executions import load, sampled_responses
 
     vocab_size = vocab_size_of(reference.checkpoint)
+    count = _sample_count(chosen)
     if chosen.prompts:
-        prompts = read_prompts(
-            chosen.prompts, chosen.samples, _tokenizer(reference.checkpoint), vocab_size
-        )
+        prompts = read_prompts(chosen.prompts, count, _tokenizer(reference.checkpoint), vocab_size)
     else:
-        prompts = random_prompts(chosen.samples, chosen.tokens, vocab_size, chosen.seed)
+        prompts = random_prompts(count, chosen.tokens, vocab_size, chosen.seed)
     context_len = read_config(reference.checkpoint).get("max_position_embeddings")
     check_length(max(map(len, prompts)) + chosen.tokens, context_len)
     model = load(reference)

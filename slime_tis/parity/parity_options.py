@@ -4,6 +4,13 @@ from collections.abc import Callable
 
 from slime_tis.parity.executions import EXECUTIONS, PRECISIONS
 
+SAMPLES = 4
+"""Default of --samples."""
+ADAPTER_SAMPLES = 16
+"""Default of --samples with --adapter: the smallest number that proves a cause."""
+NO_ADAPTER = "none"
+"""Value of --other-adapter for an execution without adapter."""
+
 
 def add_parity_options(add: Callable[..., object]) -> None:
     """Adds the options to a parser; `add` adds one argument."""
@@ -23,12 +30,22 @@ def add_parity_options(add: Callable[..., object]) -> None:
     add("--other-precision", choices=PRECISIONS, default="", help=other_precision)
     other_checkpoint = "checkpoint of the other execution, if it differs"
     add("--other-checkpoint", default="", metavar="DIR", help=other_checkpoint)
+    adapter = (
+        "LoRA adapter of PEFT, which both executions apply without merging; a server must have it"
+        " itself, loaded or merged"
+    )
+    add("--adapter", default="", metavar="DIR", help=adapter)
+    other_adapter = f"adapter of the other execution, if it differs; {NO_ADAPTER}: without adapter"
+    add("--other-adapter", default="", metavar="DIR", help=other_adapter)
+    older = "older adapter, which is named if the other execution has it; may be repeated"
+    add("--older-adapter", action="append", default=[], metavar="DIR", help=older)
     prompts = (
         "file with a prompt per line: text, or JSON objects with `prompt` or `tokens` in a .jsonl"
         " (default: random tokens)"
     )
     add("--prompts", default="", metavar="FILE", help=prompts)
-    add("--samples", type=int, default=4, metavar="N", help="prompts (default %(default)s)")
+    samples = f"prompts (default {SAMPLES}, with --adapter {ADAPTER_SAMPLES})"
+    add("--samples", type=int, default=None, metavar="N", help=samples)
     tokens = "tokens that are sampled after each prompt, also for `decode` (default %(default)s)"
     add("--tokens", type=int, default=32, metavar="N", help=tokens)
     seed = "seed of random prompts and of sampling (default %(default)s)"

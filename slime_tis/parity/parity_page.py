@@ -52,9 +52,12 @@ def write_page(path: Path, checkpoint: str, comparisons: Sequence[Comparison]) -
 
 def _section(comparison: Comparison, *, with_plotly: bool) -> str:
     title = f"{comparison.reference.name} and {comparison.other.name}"
+    verdict = f"<p>{html.escape(sentence(comparison))}</p>"
+    if comparison.cause:
+        verdict += f"<p>{html.escape(comparison.cause)}</p>"
     parts = [
         f"<section><h2>{html.escape(title)}</h2>",
-        f'<div id="verdict"><p>{html.escape(sentence(comparison))}</p></div>',
+        f'<div id="verdict">{verdict}</div>',
         f"<pre>{html.escape(chr(10).join(facts(comparison)))}</pre>",
     ]
     for index, figure in enumerate(_figures(comparison)):

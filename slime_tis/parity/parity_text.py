@@ -91,7 +91,10 @@ def _cause(row: OperationDifference) -> str:
 
 def text(comparison: Comparison) -> str:
     """Returns the sentence, facts and tables."""
-    blocks = [sentence(comparison), "\n".join(facts(comparison))]
+    blocks = [sentence(comparison)]
+    if comparison.cause:
+        blocks.append(comparison.cause)
+    blocks.append("\n".join(facts(comparison)))
     rows = comparison.hidden_states
     if rows:
         blocks.append(table("hidden states", rows))
@@ -208,6 +211,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         )
     return {
         "sentence": sentence(comparison),
+        "cause": comparison.cause or None,
         "is_equal": comparison.is_equal,
         "reference": _side_json(comparison.reference),
         "other": _side_json(comparison.other),

@@ -6,11 +6,14 @@ from contextlib import contextmanager
 
 import torch
 
+from slime_tis.families import FAMILIES
+from slime_tis.hf_directory import read_model_config
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import Recorder, Recording, Rows
 from slime_tis.parity.samples import Samples
 from slime_tis.parity.shared_kernels import kernels_of
 from slime_tis.parity.training_sites import recorded
+from slime_tis.trainer.configs.adapter_targets import check_adapters
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
@@ -25,10 +28,13 @@ def opened(side: Side) -> Iterator[Record]:
     config = MegatronConfig(
         hf_checkpoint=side.checkpoint,
         bf16=side.precision == "bf16",
+        lora_adapter_path=side.adapter or None,
         # Packed once per sample, so that every token has a row.
         share_prompts=False,
         micro_batch_size=1,
     )
+    architecture = read_model_config(side.checkpoint)["architectures"][0]
+    check_adapters(config, FAMILIES[architecture])
     parallel = initialize(config)
     try:
         kernels = kernels_of(side, parallel.device.type)

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from slime_tis.errors import quoted_path
 from slime_tis.hf_model import load_causal_lm
+from slime_tis.parity.adapters import apply_adapter
 from slime_tis.parity.checkpoint import read_config
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import HEAD, Operation, Recorder, Recording, Rows
@@ -36,14 +37,17 @@ def load(side: Side) -> Any:
     """Returns a side's model on its device.
 
     Raises:
-        ValueError: The directory has no complete model.
+        ValueError: The directory has no complete model, or the adapter is not one of this model.
     """
     architecture = read_config(side.checkpoint)["architectures"][0]
     try:
         model = load_causal_lm(side.checkpoint, DTYPES[side.precision], architecture=architecture)
     except ValueError as error:
         raise ValueError(f"{quoted_path(side.checkpoint)} {error}.") from error
-    return model.requires_grad_(False).to(side.device)
+    model = model.requires_grad_(False).to(side.device)
+    if side.adapter:
+        apply_adapter(model, side.adapter)
+    return model
 
 
 def execution(model: Any, side: Side) -> Record:

@@ -3,14 +3,14 @@
 import dataclasses
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slime_tis.atomic_files import json_lines, split_row_slice
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.families import FAMILIES, Family
+from slime_tis.families import FAMILIES
 from slime_tis.hf_directory import (
     ModelSizes,
     MoeSizes,
@@ -22,10 +22,10 @@ from slime_tis.hf_directory import (
 )
 from slime_tis.hf_tensors import check_tensors
 from slime_tis.options import fields
-from slime_tis.peft_directory import read_adapter_config
 from slime_tis.trainer.cli.sglang_models import refuse_misread_model
+from slime_tis.trainer.configs.adapter_targets import check_adapters
 from slime_tis.trainer.configs.loop import ReportingConfig
-from slime_tis.trainer.configs.megatron import LORA_TARGETS, MegatronConfig
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.reporting.run_directory import OWN_NAMES, foreign_file
 from slime_tis.trainer.storage import exports
@@ -123,50 +123,9 @@ def check_model(
     if rollout.rollout_engine == "sglang" and hf is not None:
         longest = rollout.rollout_max_context_len or hf.max_position_embeddings
         refuse_misread_model(megatron.hf_checkpoint, hf, moe, longest)
-    _check_adapters(megatron, family)
+    check_adapters(megatron, family)
     _check_lengths(rollout, model.get("max_position_embeddings"), model.get("vocab_size"))
     return model
-
-
-def _check_adapters(megatron: MegatronConfig, family: Family) -> None:
-    """Refuses a directory without an adapter that can be trained, and layers without adapters."""
-    if not megatron.trains_adapters:
-        return
-    targets: Collection[str] = megatron.lora_targets
-    subject = "--lora-target-modules"
-    path = megatron.lora_adapter_path
-    if path is not None:
-        subject = f"--lora-adapter-path is {quoted_path(path)}"
-        targets = read_adapter_config(path, subject).targets
-        others = sorted(set(targets) - set(LORA_TARGETS))
-        if others:
-            raise ValueError(
-                f"{subject} but it adapts {', '.join(others)}; only {', '.join(LORA_TARGETS)} can"
-                " have adapters."
-            )
-    fused = sorted(set(targets) - _projections(family))
-    if fused:
-        raise ValueError(
-            f"{subject}: a {family.title} checkpoint has no {', '.join(fused)}, but fuses them; an"
-            " adapter of a fused matrix is another one. Use --lora-target-modules"
-            f" {' '.join(sorted(_projections(family)))}."
-        )
-    experts = [name for name in targets if name in ("gate_proj", "up_proj", "down_proj")]
-    if family.experts is not None and experts:
-        raise ValueError(
-            f"{subject}: {', '.join(experts)} of this model are in experts, which get no adapters:"
-            " an adapter of each expert would need its own part in the grouped products of"
-            " training and of the servers. Use --lora-target-modules q_proj k_proj v_proj o_proj."
-        )
-
-
-def _projections(family: Family) -> set[str]:
-    """Returns the linear layers in a family's files that can have adapters."""
-    names = set()
-    for weight in family.weights.values():
-        for tensor in weight.tensors:
-            names.add(tensor.name.removesuffix(".weight").rpartition(".")[2])
-    return names & set(LORA_TARGETS)
 
 
 def layout_problems(

@@ -138,7 +138,8 @@ def _for_parts(path: str, different: Weights) -> dict[str, Hypothesis]:
 def _for_adapter_parts(path: str, different: Weights) -> dict[str, Hypothesis]:
     """Returns the hypotheses that a part of an adapter is missing, or is applied twice."""
     table: dict[str, Hypothesis] = {}
-    for part, tensors in _tensors_by_part(different):
+    parts = [*_tensors_by_part(different), *_projections(different), *_layer_ranges(different)]
+    for part, tensors in parts:
         claim = f"applies the {part} of the adapter {_escaped(path)} {{value:+.3g}} times more"
         network = _towards(tensors)
         name = f"{part} of the adapter {path}"
@@ -155,6 +156,40 @@ def _tensors_by_part(different: Weights) -> Iterator[tuple[str, dict[str, Tensor
                 tensors[name] = weight
         if 0 < len(tensors) < len(different):
             yield part, tensors
+
+
+def _projections(different: Weights) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yields the tensors of each projection such as q_proj, if there are several."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, weight in different.items():
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        tensors.setdefault(projection, {})[name] = weight
+    if len(tensors) > 1:
+        yield from tensors.items()
+
+
+def _layer_ranges(different: Weights) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yields the tensors of halves and quarters of the layers, in their order."""
+    layers = sorted({int(index) for index in map(_layer, different) if index})
+    for count in (2, 4):
+        if len(layers) < count:
+            continue
+        for number in range(count):
+            start = number * len(layers) // count
+            end = (number + 1) * len(layers) // count
+            chosen = layers[start:end]
+            tensors = {}
+            for name, weight in different.items():
+                if _layer(name) and int(_layer(name)) in chosen:
+                    tensors[name] = weight
+            yield _layer_title(chosen), tensors
+
+
+def _layer_title(layers: Sequence[int]) -> str:
+    """Returns "layer 3", or "layers 2 to 3"."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    return f"layers {layers[0]} to {layers[-1]}"
 
 
 def _for_layers(path: str, different: Weights) -> dict[str, Hypothesis]:

@@ -7,6 +7,7 @@ with those precisions, otherwise the engine's own. Merging would round W + s · 
 adapters.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,19 +46,25 @@ class UnmergedAdapters:
         """Sets A or B of a layer.
 
         Raises:
-            ValueError: The model has no such linear layer.
+            ValueError: The model has no such linear layer, or the tensor has another shape.
         """
         match = TENSOR.fullmatch(name)
-        if match is None or not isinstance(self._linear(match["layer"]), nn.Linear):
+        linear = None
+        if match is not None:
+            linear = self._linear(match["layer"])
+        if match is None or linear is None:
             raise ValueError(
                 f"the adapter has {name!r}, but the rollout model has no such linear layer"
             )
         layer = match["layer"]
-        linear = self._linear(layer)
+        adapter = self._layers.get(layer)
+        if adapter is None:
+            adapter = UnmergedAdapter(self._scale)
+        check_shape(name, tensor, linear, match["matrix"], adapter.matrices)
         if layer not in self._layers:
-            self._layers[layer] = UnmergedAdapter(self._scale)
-            linear.register_forward_hook(self._layers[layer])
-        self._layers[layer].matrices[match["matrix"]] = tensor.detach().to(
+            self._layers[layer] = adapter
+            linear.register_forward_hook(adapter)
+        adapter.matrices[match["matrix"]] = tensor.detach().to(
             linear.weight.device, linear.weight.dtype, copy=True
         )
 
@@ -75,8 +82,48 @@ class UnmergedAdapters:
         dtype: torch.dtype = self._model.dtype
         return dtype
 
-    def _linear(self, layer: str) -> Any:
+    def _linear(self, layer: str) -> nn.Linear | None:
+        """Returns a linear layer of the model; None if it has none of this name."""
         try:
-            return self._model.get_submodule(layer)
+            module = self._model.get_submodule(layer)
         except AttributeError:
             return None
+        if not isinstance(module, nn.Linear):
+            return None
+        return module
+
+
+def check_shape(
+    name: str, tensor: Tensor, linear: nn.Linear, matrix: str, matrices: Mapping[str, Tensor]
+) -> None:
+    """Refuses A or B that does not fit its layer, or the rank of the layer's other matrix.
+
+    Args:
+        name: PEFT's name of the tensor.
+        tensor: A, which must be [rank, in], or B, which must be [out, rank].
+        linear: The layer.
+        matrix: "A" or "B".
+        matrices: A and B that the layer already has.
+
+    Raises:
+        ValueError: The shape is wrong.
+    """
+    rank: int | str = "rank"
+    if matrix == "A":
+        if "B" in matrices:
+            rank = matrices["B"].shape[1]
+        needed = [rank, linear.in_features]
+    else:
+        if "A" in matrices:
+            rank = matrices["A"].shape[0]
+        needed = [linear.out_features, rank]
+    shape = list(tensor.shape)
+    fits = len(shape) == 2
+    for size, expected in zip(shape, needed, strict=False):
+        fits = fits and expected in (size, "rank")
+    if not fits:
+        shown = ", ".join(map(str, needed))
+        raise ValueError(
+            f"the adapter's tensor {name} has the shape {shape}, but the rollout model needs"
+            f" [{shown}]"
+        )
