@@ -283,6 +283,12 @@ def test_a_python_that_does_not_run_is_reported(servers):
         servers(python="/no/python").start()
 
 
+def test_a_python_without_the_engine_is_reported(servers, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    with pytest.raises(RolloutUnavailable, match=r"has no sglang; .* --sglang-python\.$"):
+        servers().start()
+
+
 def test_a_server_that_dies_is_restarted(servers, tmp_path):
     started = servers("--family", count=2)
     started.start()

@@ -137,7 +137,8 @@ class HealthMonitor:
             await cancel_and_wait(searches)
         missing = [state for state in states if state.state == "down"]
         if len(missing) == len(states) or self.router in missing:
-            raise RolloutUnavailable(self._loss_message(f"answered within {timeout:g} s", missing))
+            loss = self._loss_message(f"answered within {timeout:g} s", missing)
+            raise RolloutUnavailable(f"{loss} Start servers, or correct their addresses.")
         for state in missing:
             self._warn("does not answer: %s", state, state.reason)
         for state in states:
@@ -419,7 +420,8 @@ class HealthMonitor:
                 lost_at = now
             if self.loss is None and now - lost_at >= recovery:
                 text = f"is left, and none came back within {recovery:g} s"
-                self.loss = self._loss_message(text, list(self.states.values()))
+                loss = self._loss_message(text, list(self.states.values()))
+                self.loss = f"{loss} Start servers again, and resume with --load."
                 self.changed.set()
 
     def _is_hopeful(self) -> bool:
@@ -439,9 +441,7 @@ class HealthMonitor:
             since = time.strftime("%H:%M:%S", time.localtime(state.since))
             servers.append(f"{state.server.url} since {since} ({state.reason.rstrip('.')})")
         down = "; ".join(servers)
-        return (
-            f"no {self._title} server {text}: {down}. Start servers again, and resume with --load."
-        )
+        return f"no {self._title} server {text}: {down}."
 
 
 def _raise_refusal(error: RequestError | None) -> None:

@@ -11,6 +11,7 @@ Standard library only: the Python that has the server does not have slime_tis.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import runpy
@@ -80,6 +81,12 @@ def become_server(module: str, flags: list[str], output: int) -> None:
     # Python puts this script's directory first; the server must not import its modules.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        sys.exit(
+            f"{sys.executable} has no {package}; name the Python that has it with"
+            f" --{package}-python."
+        )
     sys.argv = [module, *flags]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
