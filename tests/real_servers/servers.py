@@ -81,12 +81,19 @@ ONLY_SGLANG = pytest.mark.skipif(
 )
 STARTUP = 900.0
 """Seconds after which a server that is not up counts as hanging; a busy machine needs minutes."""
+ANSWER = 300.0
+"""Seconds after which a server that does not answer counts as hanging."""
 
 
 def server_environment() -> dict[str, str]:
     """The environment of a server on a CPU, with one thread."""
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENGINE.variables}
     return {**os.environ, **variables}
+
+
+def send(method: str, url: str, body: object = None) -> httpx.Response:
+    """The answer to a request without a key."""
+    return httpx.request(method, url, json=body, timeout=ANSWER, trust_env=False)
 
 
 class RealServer:
@@ -163,7 +170,7 @@ class RealServer:
 
     def weight_version(self) -> str:
         """The weight version that the server reports."""
-        return httpx.get(self.url + ENGINE.version, trust_env=False).json()["weight_version"]
+        return send("GET", self.url + ENGINE.version).json()["weight_version"]
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("a") as log:

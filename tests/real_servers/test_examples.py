@@ -9,24 +9,20 @@ import pytest
 from examples.reasoning_gym import prompts as gym_prompts
 from examples.smollm2_reasoning_gym import prepare as smollm2
 from slime_tis.demo.sort_digits import COMPLETE, prepare
-from tests.real_servers.servers import ENGINE
-from tests.real_servers.test_train import FinishedRun
-from tests.runs import ROOT, free_port, read_metrics, run_apart
-
-MINUTES = 60
-"""Seconds. Limits of complete runs on a machine that others use, too."""
+from tests.real_servers.servers import ENGINE, STARTUP
+from tests.real_servers.training import FinishedRun, finished_run
+from tests.runs import ROOT, free_port
 
 
-def run_of_example(name: str, output: Path, flags: list[str], limit: int) -> FinishedRun:
+def run_of_example(name: str, output: Path, flags: list[str]) -> FinishedRun:
     """Runs an example's configuration for the engine, with the given flags on top."""
     config = ROOT / "examples" / name / f"{ENGINE.name}.yaml"
     words = ["--custom-config-path", str(config)]
     words += [f"--{ENGINE.name}-python", str(ENGINE.python)]
     words += [f"--{ENGINE.name}-base-port", str(free_port())]
     words += ["--num-threads", "1", "--no-progress"]
-    run = run_apart([*words, *flags], output, timeout=limit)
-    assert run.returncode == 0, run.stderr
-    return FinishedRun(read_metrics(output), output, run.stdout, run.stderr)
+    words += [f"--{ENGINE.name}-startup-timeout", str(STARTUP)]
+    return finished_run([*words, *flags], output)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +36,7 @@ def sorting_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     flags += ["--prompt-data", str(directory / "train.jsonl")]
     flags += ["--eval-prompt-data", str(directory / "eval.jsonl")]
     output = tmp_path_factory.mktemp("sorting") / "run"
-    return run_of_example("sort_digits", output, flags, limit=60 * MINUTES)
+    return run_of_example("sort_digits", output, flags)
 
 
 def test_the_sorting_example_learns(sorting_run: FinishedRun) -> None:
@@ -77,7 +73,7 @@ def smollm2_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     flags += ["--eval-prompt-data", str(directory / "prompts" / "eval.jsonl")]
     flags += ["--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"]
     output = directory / "run"
-    return run_of_example("smollm2_reasoning_gym", output, flags, limit=30 * MINUTES)
+    return run_of_example("smollm2_reasoning_gym", output, flags)
 
 
 def test_engines_agree_on_smollm2(smollm2_run: FinishedRun) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -15,7 +14,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from tests.real_servers.engines import ServedModel, decode_steps, engine_with_weights
 from tests.real_servers.references import BOUND
-from tests.real_servers.servers import ENGINE, STARTUP
+from tests.real_servers.servers import ENGINE, STARTUP, send
 from tests.runs import free_port
 from tests.samples import flat
 
@@ -135,7 +134,7 @@ def launch(
         ) as engine:
             (url,) = engine.prompt_log_probs([1, 5, 9])
             for method, path in SECURED[ENGINE.name]:
-                answer = httpx.request(method, f"{url}{path}", json={}, trust_env=False)
+                answer = send(method, f"{url}{path}", {})
                 launch.unauthorized[path] = answer.status_code
             launch.refusal = refusal_of_a_wrong_key(model, url, environment)
             engine.update_weights(model.reference.named_tensors, 3)

@@ -3,8 +3,7 @@
 import pytest
 
 from tests.real_servers.servers import ENGINE
-from tests.real_servers.training import server_flags
-from tests.runs import read_metrics, run_apart
+from tests.real_servers.training import finished_run, server_flags
 
 LORA = ["--lora-rank", "8", "--lr", "1e-2"]
 
@@ -15,9 +14,8 @@ def finished(task: list[str], request, tmp_path_factory: pytest.TempPathFactory)
     output = tmp_path_factory.mktemp("lora")
     flags = [*task, *LORA, *server_flags(dtype=request.param), "--check-weight-sync"]
     flags += [f"--{ENGINE.name}-weight-sync", "disk", "--check-engines", "stop"]
-    run = run_apart(flags, output)
-    assert run.returncode == 0, run.stderr
-    return request.param, read_metrics(output), run.stdout
+    run = finished_run(flags, output)
+    return request.param, run.rows, run.stdout
 
 
 def test_the_server_applies_a_trial_adapter(finished: tuple) -> None:

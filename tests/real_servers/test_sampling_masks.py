@@ -12,8 +12,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, SamplingMask
 from tests.real_servers.engines import ServedModel, decode_steps
 from tests.real_servers.references import BOUND, Reference
 from tests.real_servers.servers import ONLY_SGLANG
-from tests.real_servers.training import server_flags
-from tests.runs import read_metrics, run_apart
+from tests.real_servers.training import finished_run, server_flags
 from tests.samples import flat
 
 pytestmark = ONLY_SGLANG
@@ -157,9 +156,7 @@ def truncated_run(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     output: Path = tmp_path_factory.mktemp("truncated")
     flags = [*task, *server_flags(dtype="float32")]
     flags += ["--rollout-top-p", "0.9", "--rollout-top-k", "40", "--context-parallel-size", "2"]
-    run = run_apart(flags, output, ranks=2)
-    assert run.returncode == 0, run.stderr
-    return read_metrics(output)
+    return finished_run(flags, output, ranks=2).rows
 
 
 def test_training_normalizes_over_the_sets(truncated_run: list[dict]) -> None:

@@ -5,7 +5,6 @@ import math
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,31 +14,21 @@ from slime_tis.analysis.dumps.readers import read
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sample_file import from_dict, load_samples
 from tests.real_servers.servers import ENGINE, ONLY_SGLANG
-from tests.real_servers.training import server_flags, without_engine
-from tests.runs import Completed, make_task, read_metrics, run_apart, start_apart
+from tests.real_servers.training import (
+    RUN,
+    FinishedRun,
+    Row,
+    ended_run,
+    finished_run,
+    server_flags,
+    without_engine,
+)
+from tests.runs import Completed, make_task, read_metrics, start_apart
 from tests.samples import flat
 
-Row = dict[str, Any]
-"""A row of metrics.jsonl."""
 STEPS = 4
 CONTEXT = 412
 """Longest prompt and response together of the interrupted run, in tokens."""
-
-
-@dataclass
-class FinishedRun:
-    """A run that ended without an error."""
-
-    rows: list[Row]
-    output: Path
-    stdout: str
-    stderr: str
-
-
-def finished_run(flags: list[str], output: Path, ranks: int = 1) -> FinishedRun:
-    run = run_apart(flags, output, ranks)
-    assert run.returncode == 0, run.stderr
-    return FinishedRun(read_metrics(output), output, run.stdout, run.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +104,7 @@ def test_a_wrong_norm_epsilon_stops_before_training(task: list[str], tmp_path: P
     flags = [*task, *server_flags(dtype="float32"), "--check-engines", "stop"]
     override = {"sglang": "--sglang-json-model-override-args", "vllm": "--vllm-hf-overrides"}
     flags += [override[ENGINE.name], '{"rms_norm_eps": 0.01}']
-    run = run_apart(flags, tmp_path)
+    run = ended_run(flags, tmp_path)
     assert run.returncode == 1
     assert "uses a norm epsilon of 0.01" in run.stderr
 
@@ -269,9 +258,9 @@ def interrupted_run(
     flags += ["--save-debug-rollout-data", str(directory / "rollout_{rollout_id}.jsonl")]
     started = start_apart(flags, directory / "first")
     metrics = directory / "first" / "metrics.jsonl"
-    started.until(lambda: metrics.exists() and metrics.read_text(), timeout=600)
+    started.until(lambda: metrics.exists() and metrics.read_text(), timeout=RUN)
     started.processes[0].terminate()
-    first = started.wait(120)
+    first = started.wait(RUN)
     (checkpoint,) = (directory / "checkpoints").glob("iter_*")
     unfinished = unfinished_responses(checkpoint)
     resumed = finished_run([*flags, "--load", str(directory / "checkpoints")], directory / "second")
