@@ -12,7 +12,7 @@ from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.family_layers import ClampedSwiGLU
 from slime_tis.trainer.megatron.layers import attention_with_sinks, neighbors_apart, windowed
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, transformers_model
 from tests.megatron.passes import likelihood, on_ranks
 
 BATCH = make_batch([[3, 4, 5, 6, 7]], [[1] * 3], [[0.0] * 3], [[0] * 3])
@@ -92,3 +92,19 @@ def test_the_clamped_activation_of_large_values():
     # gate 9 becomes 7, up -9 becomes -7
     expected = 7 / (1 + math.exp(-7)) * (-7 + 1)
     assert activation(torch.tensor([9.0, -9.0])).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_norms_of_latents_have_the_given_epsilon(family, parallel, tmp_path):
+    directory = make_checkpoint(tmp_path / "model", family)
+    reference = transformers_model(directory)
+    for name, module in reference.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = 1e-2
+    config = MegatronConfig(hf_checkpoint=str(directory), latent_norm_epsilon=1e-2)
+    engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1)
+    log_probs = engine.log_probs(BATCH, [[0]])
+    with torch.no_grad():
+        logits = reference(torch.tensor([[3, 4, 5, 6, 7]])).logits[0].log_softmax(-1)
+    expected = torch.stack([logits[1, 5], logits[2, 6], logits[3, 7]])
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)

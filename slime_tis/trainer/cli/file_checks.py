@@ -22,7 +22,7 @@ from slime_tis.hf_directory import (
 )
 from slime_tis.hf_tensors import check_tensors
 from slime_tis.options import fields
-from slime_tis.trainer.cli.sglang_models import refuse_misread_model
+from slime_tis.trainer.cli.server_models import refuse_misread_model
 from slime_tis.trainer.configs.adapter_targets import check_adapters
 from slime_tis.trainer.configs.loop import ReportingConfig
 from slime_tis.trainer.configs.megatron import MegatronConfig
@@ -120,9 +120,10 @@ def check_model(
         _refuse_expert_options(megatron, rollout)
     elif megatron.share_prompts:
         raise ValueError("--share-prompts does not work with mixtures of experts; remove it.")
-    if rollout.rollout_engine == "sglang" and hf is not None:
+    if hf is not None:
         longest = rollout.rollout_max_context_len or hf.max_position_embeddings
-        refuse_misread_model(megatron.hf_checkpoint, hf, moe, longest)
+        engine = rollout.rollout_engine
+        refuse_misread_model(engine, megatron.hf_checkpoint, hf, moe, longest)
     check_adapters(megatron, family)
     _check_lengths(rollout, model.get("max_position_embeddings"), model.get("vocab_size"))
     return model

@@ -45,6 +45,7 @@ from slime_tis.trainer.cli.option_checks import (
     check_ranks,
     warnings_of,
 )
+from slime_tis.trainer.cli.server_models import with_latent_epsilon
 from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for, refusal
 from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
 from slime_tis.trainer.cli.true_on_policy import check_family, check_true_on_policy
@@ -121,7 +122,11 @@ def configure(
     # Last of the files, because it may download the model.
     arguments = dataclasses.replace(arguments, megatron=_with_local_models(arguments.megatron))
     model = check_model(arguments.megatron, arguments.rollout, world_size)
-    check_family(arguments, model["architectures"][0])
+    architecture = model["architectures"][0]
+    check_family(arguments, architecture)
+    engine = arguments.rollout.rollout_engine
+    megatron = with_latent_epsilon(arguments.megatron, engine, architecture)
+    arguments = dataclasses.replace(arguments, megatron=megatron)
     check_ranks(arguments, world_size)
     _refuse_unknown(restated, model)
     first_dumps = _first_dumps(arguments.loop)

@@ -67,6 +67,10 @@ class MegatronConfig:
     transformer_impl: Literal["transformer_engine", "local"] | None = parallel_option(None)
     """Layers; unset: transformer-engine on a GPU, if it imports and trains this model in bf16 or
     fp16, else torch's."""
+    latent_norm_epsilon: Annotated[float | None, Limits(ge=0, lt=1)] = parallel_option(None)
+    """ε of the norms of latent vectors in multi-head latent attention; unset: rms_norm_eps of the
+    checkpoint with SGLang and vLLM, which take it, and 1e-6 with the local engine, as in
+    transformers."""
     sequence_parallel: bool = parallel_option(False)
     """Shard other activations along the sequence over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = parallel_option(False)

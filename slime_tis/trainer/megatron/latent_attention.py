@@ -21,7 +21,7 @@ from slime_tis.trainer.megatron.layers import TorchRMSNorm
 from slime_tis.trainer.megatron.model_config import ModelConfig
 
 LATENT_EPSILON = 1e-6
-"""ε of the norms of latent vectors: transformers ignores rms_norm_eps there."""
+"""transformers' ε of the norms of latent vectors, whatever rms_norm_eps is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +75,17 @@ class LatentAttention(Attention):  # type: ignore[misc]  # megatron-core has no 
         heads = config.num_attention_heads
         hidden = config.hidden_size
         query_size = heads * (sizes.plain + sizes.rotated)
+        epsilon = config.latent_norm_epsilon
+        if epsilon is None:
+            epsilon = LATENT_EPSILON
         if sizes.query_rank is None:
             self.linear_q_proj = self._divided_linear(hidden, query_size)
         else:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, sizes.query_rank)
-            self.q_layernorm = TorchRMSNorm(config, sizes.query_rank, LATENT_EPSILON)
+            self.q_layernorm = TorchRMSNorm(config, sizes.query_rank, epsilon)
             self.linear_q_up_proj = self._divided_linear(sizes.query_rank, query_size)
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, sizes.rank + sizes.rotated)
-        self.kv_layernorm = TorchRMSNorm(config, sizes.rank, LATENT_EPSILON)
+        self.kv_layernorm = TorchRMSNorm(config, sizes.rank, epsilon)
         self.linear_kv_up_proj = self._divided_linear(
             sizes.rank, heads * (sizes.plain + sizes.value)
         )

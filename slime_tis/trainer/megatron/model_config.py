@@ -18,6 +18,8 @@ class ModelConfig(TransformerConfig):  # type: ignore[misc]  # megatron-core has
     latent_query_channels: int | None = None
     """With latent attention, features of a head's queries and keys; `kv_channels` are those of its
     values. None with grouped queries."""
+    latent_norm_epsilon: float | None = None
+    """With latent attention, ε of the norms of latent vectors; None for transformers' value."""
     latent_width: int = 0
     """With latent attention, features of the latent vectors before and after their norms, which
     every tensor-parallel rank keeps."""
