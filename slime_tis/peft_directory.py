@@ -62,6 +62,11 @@ class AdapterConfig:
     targets: tuple[str, ...]
     """Last parts of the names of the adapted layers, such as q_proj, sorted."""
 
+    @property
+    def scale(self) -> float:
+        """s, by which the product of B and A is multiplied."""
+        return self.alpha / self.rank
+
 
 def tensor_name(layer: str, matrix: str) -> str:
     """Returns PEFT's name of A or B of a linear layer such as model.layers.0.mlp.up_proj."""

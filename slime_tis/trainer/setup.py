@@ -478,7 +478,7 @@ def build_sampler(
         weights_version=weights.version,
         output_dir=Path(arguments.reporting.output_dir),
         kernels=kernels,
-        lora_scale=weights.unmerged_scale,
+        adapter=weights.unmerged_adapter,
         device=process.parallel.device,
         check_interrupts=process.interrupts.check,
     )

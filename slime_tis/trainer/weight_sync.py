@@ -22,6 +22,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from slime_tis.peft_directory import AdapterConfig
 from slime_tis.trainer.adapter_check import AdapterCheck, summary, trial
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.configs.rollout import RolloutConfig
@@ -160,7 +161,7 @@ class PolicyWeights:
         self.sampler = sampler
         self.updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=checks)
         engine = self.learner.engine
-        if self.unmerged_scale is not None:
+        if self.unmerged_adapter is not None:
             # That of the adapted layers, because the updates only have A and B.
             layer = adapted_layers(engine.model, engine.parallel)[0].name
             self.updates.precision = sampler.weight_precision(f"{layer}.weight")
@@ -174,7 +175,7 @@ class PolicyWeights:
                 engine=engine,
                 sampler=sampler,
                 probe=probe,
-                rounds_to_nearest=rounding == "nearest" and self.unmerged_scale is None,
+                rounds_to_nearest=rounding == "nearest" and self.unmerged_adapter is None,
             )
         if checks:
             self.check = SyncCheck(
@@ -194,17 +195,18 @@ class PolicyWeights:
         A collective.
         """
         weights: WeightSource = self.learner.engine.named_hf_tensors
-        if self.unmerged_scale is not None:
+        if self.unmerged_adapter is not None:
             weights = self.learner.engine.named_adapter_tensors
         return self.updates.source(weights, self.version())()
 
     @property
-    def unmerged_scale(self) -> float | None:
-        """Scale of LoRA adapters that are sent unmerged; None if all weights are sent."""
+    def unmerged_adapter(self) -> AdapterConfig | None:
+        """Settings of the LoRA adapter that is sent unmerged; None if all weights are sent."""
         settings = lora_settings(self.megatron)
         if settings is None or self.megatron.rollout_lora == "merged":
             return None
-        return settings.scale
+        targets = tuple(sorted(settings.targets))
+        return AdapterConfig(rank=settings.rank, alpha=settings.alpha, targets=targets)
 
     def send(self) -> dict[str, float]:
         """Sends and checks the current weights and returns metrics of the update; a collective."""

@@ -49,7 +49,15 @@ REFUSALS = [
     ("--lora-rank 8 --lora-adapter-path a", "the adapter has its rank"),
     ("--lora-adapter-path absent", "'absent/adapter_config.json' cannot be read"),
     ("--merge-lora --save-hf a", "there is no adapter; add --lora-rank"),
-    (f"{SGLANG} --lora-rank 8 --rollout-lora unmerged", "servers get merged weights"),
+    (
+        f"{SGLANG} --lora-rank 8 --rollout-lora unmerged",
+        "--rollout-lora unmerged needs --sglang-weight-sync disk",
+    ),
+    (
+        "--rollout-engine vllm --vllm-router-ip a --vllm-router-port 1 --lora-rank 8"
+        " --rollout-lora unmerged",
+        "does not work with --vllm-router-ip",
+    ),
     ("--rollout-lora unmerged", "--rollout-lora is 'unmerged' but has no effect"),
     ("--lora-rank 8 --merge-lora", "--merge-lora is set but has no effect without --save-hf"),
     (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_tis.peft_directory import AdapterConfig
 from slime_tis.trainer.configs.servers import server_config
 from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
@@ -50,6 +51,7 @@ def engine_with_weights(
     weights: WeightSource | None = None,
     sampling: Sampling | None = None,
     push: bool = True,
+    adapter: AdapterConfig | None = None,
     **options: Any,
 ) -> Iterator[ServerEngine]:
     """An engine on given or launched servers, with the reference's weights as version 0.
@@ -62,6 +64,7 @@ def engine_with_weights(
         weights: Source for servers that lost theirs; the reference's by default.
         sampling: Sampling parameters whose features the servers must have.
         push: Whether the weights are sent as version 0.
+        adapter: Settings of adapters, which updates then send in place of weights.
         **options: Fields of ServerConfig.
     """
     if servers:
@@ -72,6 +75,7 @@ def engine_with_weights(
         hf_checkpoint=checkpoint,
         weights=weights or reference.named_tensors,
         output_dir=Path(tempfile.mkdtemp(dir=directory)),
+        adapter=adapter,
     )
     settings = ServerSettings(config=config, sampling=sampling)
     engine = ServerEngine(settings, load_tokenizer(checkpoint), host)

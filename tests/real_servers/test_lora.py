@@ -1,4 +1,4 @@
-"""Training of LoRA adapters with a real server, which gets the merged weights."""
+"""Training of LoRA adapters with a real server, which gets merged weights or loads the adapter."""
 
 import pytest
 
@@ -8,14 +8,25 @@ from tests.real_servers.training import finished_run, server_flags
 LORA = ["--lora-rank", "8", "--lr", "1e-2"]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def finished(task: list[str], request, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+RUNS = {
+    "merged": ("float32", "merged"),
+    "merged, bf16": ("bfloat16", "merged"),
+    "unmerged": ("float32", "unmerged"),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS.values(), ids=list(RUNS))
+def finished(
+    task: list[str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple:
     """A run on a server of this precision: its precision, metrics and output."""
+    precision, rollout_lora = request.param
     output = tmp_path_factory.mktemp("lora")
-    flags = [*task, *LORA, *server_flags(dtype=request.param), "--check-weight-sync"]
+    flags = [*task, *LORA, *server_flags(dtype=precision), "--check-weight-sync"]
+    flags += ["--rollout-lora", rollout_lora]
     flags += [f"--{ENGINE.name}-weight-sync", "disk", "--check-engines", "stop"]
     run = finished_run(flags, output)
-    return request.param, run.rows, run.stdout
+    return precision, run.rows, run.stdout
 
 
 def test_the_server_applies_a_trial_adapter(finished: tuple) -> None:

@@ -9,7 +9,7 @@ use these packages; only their names must be importable. Calling a stand-in rais
     torchvision  image processors; PyPI's build does not load with a CPU build of torch
 
 Two of SGLang's functions for mixtures of experts need a GPU; `REPLACEMENTS` implements them in
-torch.
+torch. Its LoRA layers ask for pinned memory, which does not exist without a GPU.
 """
 
 import importlib.abc
@@ -122,9 +122,29 @@ def gate_shared_expert(module: ModuleType) -> None:
     module.fused_gate_sigmoid_mul_add = add  # type: ignore[attr-defined]
 
 
+def leave_memory_unpinned(module: ModuleType) -> None:
+    """Ignores `pin_memory` in the server's process, where torch refuses it without a GPU.
+
+    SGLang's layers with LoRA adapters, and its backend torch_native, pass it to these functions.
+    """
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            options.pop("pin_memory", None)
+            return make(*arguments, **options)
+
+        return call
+
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[assignment, method-assign]
+
+
 REPLACEMENTS: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": allocate_host_memory,
     "sglang.kernels.ops.elementwise.elementwise": gate_shared_expert,
+    "sglang.srt.lora.layers": leave_memory_unpinned,
 }
 """Modules of SGLang, and what is replaced in each as soon as it is imported."""
 

@@ -28,14 +28,8 @@ def check_arguments(arguments: Arguments) -> None:
             "--ref-update-interval does not work with LoRA, whose reference policy is the model"
             " without adapters; remove it."
         )
-    if (
-        arguments.megatron.rollout_lora == "unmerged"
-        and arguments.rollout.rollout_engine != "local"
-    ):
-        raise ValueError(
-            "--rollout-lora unmerged needs --rollout-engine local: servers get merged weights;"
-            " remove it."
-        )
+    if arguments.megatron.rollout_lora == "unmerged":
+        _check_servers_of_adapters(arguments)
     rounding = arguments.rollout.weight_update_rounding
     precision = arguments.megatron.precision
     is_quantized = arguments.rollout.rollout_precision in ("fp8", "int8", "int4")
@@ -46,6 +40,29 @@ def check_arguments(arguments: Arguments) -> None:
         raise ValueError(
             f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights'"
             " own type."
+        )
+
+
+def _check_servers_of_adapters(arguments: Arguments) -> None:
+    """Checks that the servers can load LoRA adapters.
+
+    Raises:
+        ValueError: They get weights in another way, or are behind a router.
+    """
+    engine = arguments.rollout.rollout_engine
+    if engine == "local":
+        return
+    servers = arguments.servers[engine]
+    if servers.weight_sync != "disk":
+        raise ValueError(
+            f"--rollout-lora unmerged needs {servers.flag('weight_sync')} disk: servers read"
+            " adapters from a directory."
+        )
+    if servers.router_url is not None:
+        raise ValueError(
+            f"--rollout-lora unmerged does not work with {servers.flag('router_ip')}: only the"
+            f" servers know their adapters. Name them with {servers.flag('url')}, or send merged"
+            " weights."
         )
 
 

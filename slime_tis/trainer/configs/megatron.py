@@ -151,8 +151,8 @@ class MegatronConfig:
         "merged", needs=("--lora-rank", "--lora-adapter-path")
     )
     """merged: the rollout engine gets weights with the merged adapter; unmerged: it applies the
-    adapter beside its weights, whose rounding then does not affect the adapter. unmerged needs
-    rollout_engine local."""
+    adapter beside its weights, whose rounding then does not affect the adapter. Servers load it by
+    name from a directory; they need LoRA turned on and weight_sync disk."""
     merge_lora: bool = lora_option(False, needs=("--save-hf",))
     """Write the merged model to save_hf, and the adapter to a second directory, save_hf with
     -adapter at its end."""

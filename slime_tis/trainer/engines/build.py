@@ -40,7 +40,7 @@ def build_engine(
         precision=config.rollout_precision,
         router_bits=config.rollout_router_bits,
         kernels=host.kernels,
-        lora_scale=host.lora_scale,
+        lora_scale=None if host.adapter is None else host.adapter.scale,
         device=host.device,
         check_interrupts=host.check_interrupts,
     )

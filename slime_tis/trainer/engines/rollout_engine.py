@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slime_tis.peft_directory import AdapterConfig
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.function_requests import RolloutFunction
 from slime_tis.trainer.engines.weight_rounding import Precision
@@ -30,8 +31,8 @@ class EngineHost:
     output_dir: Path
     kernels: Kernels | None = None
     """Operations that training shares, see --true-on-policy."""
-    lora_scale: float | None = None
-    """Scale of LoRA adapters that are sent unmerged; None if all weights are sent."""
+    adapter: AdapterConfig | None = None
+    """Settings of the LoRA adapter that is sent unmerged; None if all weights are sent."""
     device: torch.device | str = "cpu"
     check_interrupts: Callable[[], None] = lambda: None
     """Called while the engine samples or waits; raises to end the rollout."""

@@ -125,6 +125,8 @@ class FakeSGLang:
         self.paused = self.session = False
         self.tensors = []
         """The weights of each tensor-parallel rank."""
+        self.adapters = {}
+        """Directories of the loaded LoRA adapters, by name."""
         self.groups = {}
         self.buckets = 0
         self.bucket_faults = {}
@@ -149,6 +151,7 @@ class FakeSGLang:
         """A new process at the same address."""
         self.weight_version, self.version = weight_version, 0
         self.paused, self.healthy = False, True
+        self.adapters = {}
         self._do(self._listen())
 
     def count(self, path):
@@ -244,6 +247,9 @@ class FakeSGLang:
             return 200, {**recorded("model_info"), "weight_version": self.weight_version}
         if path == "/server_info":
             return 200, {**recorded("server_info"), **self.info}
+        if path == "/v1/models":
+            models = [{"id": name, "parent": "model"} for name in self.adapters]
+            return 200, {"data": [{"id": "model", "parent": None}, *models]}
         if path == "/workers" and self.workers:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
         return await self._control(path, body) if method == "POST" else (404, recorded("error_404"))
@@ -270,6 +276,12 @@ class FakeSGLang:
                 {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
             ]
             self.weight_version, self.version = body["weight_version"], int(body["weight_version"])
+        elif path == "/load_lora_adapter":
+            self.adapters[body["lora_name"]] = body["lora_path"]
+            return 200, {"success": True}
+        elif path == "/unload_lora_adapter":
+            self.adapters.pop(body["lora_name"], None)
+            return 200, {"success": True}
         elif path == "/init_weights_update_group":
             await self._join(body)
         elif path == "/destroy_weights_update_group":
@@ -351,6 +363,8 @@ class FakeSGLang:
             return None
         if fault == "hang":
             await asyncio.sleep(3600)
+        if body.get("lora_path") not in (None, *self.adapters):
+            return 400, {"error": {"message": "Got LoRA adapter that has never been loaded"}}
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         rid = body.get("rid", f"no-id-{len(self.requests)}")

@@ -100,7 +100,7 @@ def make_engine(checkpoint, weights, **options):
     """An engine with short timeouts; `options` are fields of EngineHost, ServerSettings and
     ServerConfig with the prefix sglang_."""
     tokenizer = options.pop("tokenizer", None) or load_tokenizer(checkpoint)
-    host_fields = ("weights_version", "check_interrupts", "output_dir")
+    host_fields = ("weights_version", "check_interrupts", "output_dir", "adapter")
     host = {name: options.pop(name) for name in host_fields if name in options}
     given = [name for name in options if name.startswith("sglang_")]
     config = server_config(

@@ -17,7 +17,7 @@ import torch
 from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.api import ExpertLayout, GenerateRequest, ServedModel
+from slime_tis.trainer.engines.servers.api import Call, ExpertLayout, GenerateRequest, ServedModel
 from slime_tis.trainer.engines.servers.errors import InvalidAnswer, ReportedFailure
 from slime_tis.trainer.engines.vllm import vllm_answers
 from slime_tis.trainer.engines.vllm.vllm_api import VllmApi
@@ -266,6 +266,22 @@ def test_real_checksums_are_of_no_empty_tensor() -> None:
     checksums = API.checksums().parse(body)
     assert len(checksums) == 27
     assert not any(ranks[0].startswith("e3b0c442") for ranks in checksums.values())
+
+
+def test_adapters_are_models_with_a_parent() -> None:
+    body = json.dumps(recorded("models")).encode()
+    assert API.adapters().parse(body) == ["slime_tis-v7-0c1d2e3f"]
+
+
+def test_a_request_names_its_adapter() -> None:
+    api = API.with_adapter("a")
+    calls: list[Call[Any]] = [
+        api.generate(request()),
+        api.score([3, 4]),
+        api.top([3, 4], Sampling(max_response_len=1), 2),
+        api.cached_tokens([3, 4]),
+    ]
+    assert [call.body["model"] for call in calls if call.body is not None] == ["a"] * 4
 
 
 def test_a_problem_of_a_checkpoint_is_a_failure() -> None:

@@ -1,10 +1,12 @@
 """The command lines and the environments of launched vLLM servers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from slime_tis.peft_directory import AdapterConfig
 from slime_tis.trainer.configs.servers import ServerConfig, server_config
 from slime_tis.trainer.engines.servers.api import ServedModel
 from slime_tis.trainer.engines.vllm.vllm_api import VllmApi
@@ -18,6 +20,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with GPUs 4 to 7 of eight."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+
+
+def adapter_api(rank: int) -> VllmApi:
+    """The API of servers that load adapters of this rank."""
+    adapter = AdapterConfig(rank=rank, alpha=32.0, targets=("q_proj",))
+    return VllmApi(replace(MODEL, adapter=adapter))
 
 
 def launching(*flags: str, **options: object) -> ServerConfig:
@@ -50,6 +58,29 @@ def test_the_first_gpu_is_no_flag_of_the_server() -> None:
     flags = API.flags(launching("--base-gpu-id", "2", "--dtype", "float32"), 0, 1234)
     assert "--base-gpu-id" not in flags
     assert flags[-2:] == ["--dtype", "float32"]
+
+
+RANKS = {1: "1", 2: "8", 8: "8", 33: "64", 257: "320", 512: "512"}
+
+
+@pytest.mark.parametrize(("rank", "slots"), RANKS.items())
+def test_slots_of_adapters_have_a_rank_that_vllm_knows(rank: int, slots: str) -> None:
+    flags = adapter_api(rank).flags(launching(), 0, 1234)
+    assert flags[flags.index("--max-lora-rank") + 1] == slots
+
+
+def test_a_rank_above_all_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="up to rank 512, but they have rank 513"):
+        adapter_api(513).flags(launching(), 0, 1234)
+
+
+def test_a_launched_server_loads_adapters_while_it_runs() -> None:
+    environment = adapter_api(8).environment(launching(), 0)
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_without_adapters_no_flag_mentions_them() -> None:
+    assert "--enable-lora" not in API.flags(launching(), 0, 1234)
 
 
 def test_the_key_is_only_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,16 @@ class _Workers(Answer):
     workers: list[_Worker] = msgspec.field(default_factory=list)
 
 
+class _Model(Answer):
+    id: Name
+    parent: str | None = None
+    """The base model of an adapter."""
+
+
+class _Models(Answer):
+    data: list[_Model]
+
+
 @dataclass(kw_only=True)
 class SampledTokens:
     """The parts of a sampled response, as a server reports them."""
@@ -115,6 +125,12 @@ def parse_workers(body: bytes) -> list[str]:
     workers = parse(_Workers, body).workers
     # Routers append @RANK to the URL of a data-parallel rank.
     return [re.sub(r"@\d+$", "", worker.url) for worker in workers]
+
+
+def parse_adapters(body: bytes) -> list[str]:
+    """Parses the names of LoRA adapters in GET /v1/models; they have a parent, the base model."""
+    models = parse(_Models, body).data
+    return [model.id for model in models if model.parent is not None]
 
 
 def parse_weight_name(body: bytes) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.hf_directory import MoeSizes, load_config, model_sizes, moe_sizes, read_model_config
+from slime_tis.peft_directory import AdapterConfig
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
@@ -117,9 +118,13 @@ class ServedModel:
     context_len: int | None
     experts: ExpertLayout | None = None
     """Layout of routed experts in answers; None if they are not recorded."""
+    adapter: AdapterConfig | None = None
+    """Settings of the LoRA adapter that servers load; None if they get all weights."""
 
 
-def served_model(hf_checkpoint: str | Path, *, records_experts: bool) -> ServedModel:
+def served_model(
+    hf_checkpoint: str | Path, *, records_experts: bool, adapter: AdapterConfig | None = None
+) -> ServedModel:
     """Reads the sizes of a checkpoint."""
     config = read_model_config(hf_checkpoint)
     sizes = model_sizes(config)
@@ -129,6 +134,7 @@ def served_model(hf_checkpoint: str | Path, *, records_experts: bool) -> ServedM
         vocab_size=sizes.vocab_size,
         context_len=sizes.context_len,
         experts=expert_layout(hf_checkpoint) if records_experts else None,
+        adapter=adapter,
     )
 
 
@@ -262,6 +268,22 @@ class ServerApi(Protocol):
     @property
     def model(self) -> ServedModel:
         """The model of all servers."""
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the LoRA adapter with which requests sample and score; None for none."""
+
+    def with_adapter(self, name: str | None) -> "ServerApi":
+        """The same requests with another adapter."""
+
+    def adapters(self) -> Call[list[str]]:
+        """Names of the adapters that requests may name."""
+
+    def load_adapter(self, name: str, directory: Path) -> Call[None]:
+        """Loads an adapter in PEFT's format under a new name."""
+
+    def unload_adapter(self, name: str) -> Call[None]:
+        """Removes an adapter that no request uses any more."""
 
     def generate(self, request: GenerateRequest) -> Call[tuple[Generation, str | None]]:
         """Samples the rest of a response; its answer also says why its experts are unusable."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -73,6 +74,10 @@ class Server:
     workers: Sequence[Server] = ()
     """Servers behind a router at this address; requests are aborted there."""
     malformed_answers: int = 0
+    in_flight: Counter[str | None] = field(default_factory=Counter)
+    """Requests in flight, by the name of their adapter."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request ends."""
     abort_timeout: float = ABORT_TIMEOUT
     _aborts: BackgroundTasks = field(default_factory=BackgroundTasks)
 
@@ -97,6 +102,8 @@ class Server:
         After the timeout, or if cancelled, the request is aborted. An aborted request still returns
         the tokens that it has.
         """
+        adapter = self.api.adapter
+        self.in_flight[adapter] += 1
         task = asyncio.create_task(self._send(self.api.generate(request), timeout=None))
         try:
             await asyncio.wait({task}, timeout=self.timeout)
@@ -115,6 +122,13 @@ class Server:
                     self.abort(request.request_id), name=f"abort {request.request_id}"
                 )
             await cancel_and_wait([task])
+            self.in_flight[adapter] -= 1
+            self.ended.set()
+
+    async def has_adapter(self) -> bool:
+        """Whether the server has the adapter that its requests name; True if they name none."""
+        name = self.api.adapter
+        return name is None or name in await self.call(self.api.adapters())
 
     async def abort(self, request_id: str) -> None:
         """Aborts a request, which then returns its partial response; ignores failures."""

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
@@ -353,7 +353,7 @@ class HealthMonitor:
         if error is None and not is_router:
             try:
                 version_name = await server.call(server.api.weight_version())
-                state.info = await server.api.info(server)
+                state.info = await _description(server, version_name)
             except ServerError as failure:
                 error = failure
         elif not is_router and self.not_updating.is_set():
@@ -370,7 +370,11 @@ class HealthMonitor:
             return
         # A run named the version if it is a number; at first contact that was an earlier run.
         from_earlier_run = not state.seen and (version_name or "").isdecimal()
-        version_known = state.version_known and not from_earlier_run and not is_paused
+        # The version says nothing about the adapter, which a restarted server does not have.
+        may_lack_adapter = self._is_watching and server.api.model.adapter is not None
+        version_known = (
+            state.version_known and not from_earlier_run and not is_paused and not may_lack_adapter
+        )
         state.seen = True
         if is_router or (version_known and version_number(version_name) == self.version):
             state.version = self.version
@@ -442,6 +446,18 @@ class HealthMonitor:
             servers.append(f"{state.server.url} since {since} ({state.reason.rstrip('.')})")
         down = "; ".join(servers)
         return f"no {self._title} server {text}: {down}."
+
+
+async def _description(server: Server, version_name: str | None) -> ServerInfo:
+    """The server's description; adapters add the problem of weights that a run has changed."""
+    info = await server.api.info(server)
+    if server.api.model.adapter is not None and (version_name or "").isdecimal():
+        problem = (
+            "has the weights of an earlier run, but the LoRA adapter belongs to those of the"
+            " checkpoint; restart the server, or send merged weights: --rollout-lora merged."
+        )
+        return replace(info, problem=problem)
+    return info
 
 
 def _raise_refusal(error: RequestError | None) -> None:

@@ -31,7 +31,11 @@ from slime_tis.trainer.engines.function_rollouts import FunctionBatch
 from slime_tis.trainer.engines.servers.api import GenerateRequest
 from slime_tis.trainer.engines.servers.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server
 from slime_tis.trainer.engines.servers.dispatcher import Dispatcher
-from slime_tis.trainer.engines.servers.errors import ServerError
+from slime_tis.trainer.engines.servers.errors import (
+    RequestRefused,
+    ServerError,
+    UnexpectedWeights,
+)
 from slime_tis.trainer.engines.servers.health import ServerState
 
 ABORTED_PAUSE = 0.01
@@ -366,9 +370,19 @@ class RolloutTask:
         response.request = (server, request_id)
         try:
             completion, problem = await server.generate(request)
+        except RequestRefused as error:
+            if not await server.has_adapter():
+                raise UnexpectedWeights(f"{server.url} has lost its LoRA adapter.") from error
+            raise
         finally:
             response.request = None
-        health.check_versions(state, first_version, completion.weight_versions)
+        if server.api.adapter is None:
+            health.check_versions(state, first_version, completion.weight_versions)
+        else:
+            # The server reports the version of the weights below the adapter. The request named
+            # the adapter, and keeps it over an update.
+            versions = Numbers("q", [first_version] * len(completion.token_ids))
+            completion = replace(completion, weight_versions=versions)
         if problem is not None:
             health.note_missing_experts(server, problem)
         workers = Numbers("i", [state.index] * len(completion.token_ids))

@@ -87,7 +87,11 @@ class ServerEngine:
         settings = self._settings
         config = settings.config
         config.check_has_servers()
-        model = served_model(self._host.hf_checkpoint, records_experts=settings.records_experts)
+        model = served_model(
+            self._host.hf_checkpoint,
+            records_experts=settings.records_experts,
+            adapter=self._host.adapter,
+        )
         api: ServerApi = pkgutil.resolve_name(config.entry.api)(model=model)
         with ExitStack() as stack:
             launched = None
@@ -238,6 +242,8 @@ class ServerEngine:
         """Host and port of the router, else the first server; see `RolloutEngine`."""
         if not self._rank_zero.is_self or not self._servers.api.answers_generate:
             return None
+        if self._host.adapter is not None:
+            return None  # a function's own request to it would not name the adapter
         url = urlsplit(self._servers.url)
         if url.scheme != "http":
             return None

@@ -5,7 +5,7 @@ import itertools
 import logging
 import pkgutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,6 +32,7 @@ from slime_tis.trainer.engines.servers.errors import (
 from slime_tis.trainer.engines.servers.health import HealthMonitor, ServerState, Timeouts
 from slime_tis.trainer.engines.servers.launch import LaunchedServers
 from slime_tis.trainer.engines.servers.responses import RolloutTask
+from slime_tis.trainer.engines.servers.weights.adapters import AdapterSync
 from slime_tis.trainer.engines.servers.weights.checksums import TensorChecksums, stale_weights
 from slime_tis.trainer.engines.servers.weights.protocol import WeightSync
 from slime_tis.trainer.engines.weight_rounding import Precision
@@ -130,6 +131,8 @@ class ServerGroup:
 
     def _make_transport(self, urls: Sequence[str]) -> WeightSync:
         config = self._settings.config
+        if self._host.adapter is not None:
+            return AdapterSync(config, self._host, urls)
         transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.weight_sync])
         sync: WeightSync = transport(config, self._host, urls)
         return sync
@@ -228,23 +231,23 @@ class ServerGroup:
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs of all tokens but the first, by the URLs of the available servers."""
-        return await self._ask_all(self.api.score(token_ids))
+        return await self._ask_all(lambda api: api.score(token_ids))
 
     async def cached_tokens(self, token_ids: Sequence[int]) -> dict[str, int]:
         """Tokens of a text whose keys and values servers have kept, by URL.
 
         Servers that do not report the number are left out.
         """
-        answers = await self._ask_all(self.api.cached_tokens(token_ids))
+        answers = await self._ask_all(lambda api: api.cached_tokens(token_ids))
         return {url: count for url, count in answers.items() if count is not None}
 
-    async def _ask_all(self, call: Call[Result]) -> dict[str, Result]:
+    async def _ask_all(self, make_call: Callable[[ServerApi], Call[Result]]) -> dict[str, Result]:
         """The answers of the available servers, by URL; a server that fails is left out."""
         answers: dict[str, Result] = {}
 
         async def ask(server: Server) -> None:
             try:
-                answers[server.url] = await server.call(call)
+                answers[server.url] = await server.call(make_call(server.api))
             except (MalformedAnswer, RequestRefused) as error:
                 raise RolloutUnavailable(str(error)) from None
             except ServerError as error:
@@ -266,7 +269,7 @@ class ServerGroup:
 
         async def ask(server: Server, text: Sequence[int]) -> dict[int, float]:
             try:
-                return await server.call(self.api.top(text, sampling, count))
+                return await server.call(server.api.top(text, sampling, count))
             except RequestError as error:
                 logger.warning("a probe of the likeliest tokens failed: %s", error)
                 return {}

@@ -84,6 +84,9 @@ class ServerDescription(Answer):
     enable_return_routed_experts: Any = None
     """Whether the server records experts; only True counts, and without it requests for experts are
     ignored."""
+    enable_lora: Any = None
+    max_lora_rank: TokenCount | None = None
+    lora_target_modules: list[Name] | None = None
 
 
 class _RankChecksums(Answer):

@@ -5,19 +5,21 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from slime_tis.peft_directory import AdapterConfig
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.servers.answers import (
     is_older,
     parse,
+    parse_adapters,
     parse_weight_name,
     parse_workers,
 )
@@ -81,18 +83,36 @@ class SGLangApi:
     """Requests to SGLang servers; see `ServerApi`."""
 
     model: ServedModel
+    adapter: str | None = None
 
     user_endpoints: ClassVar[tuple[str, ...]] = (
         "/generate",
         "/health",
         "/model_info",
         "/server_info",
+        "/v1/models",
         "/workers",
     )
     answers_generate: ClassVar = True
     experts_advice: ClassVar = "start it with --enable-return-routed-experts"
     masks_advice: ClassVar = "start it with a larger --sampling-mask-max-tokens"
     module: ClassVar = "sglang.launch_server"
+
+    def with_adapter(self, name: str | None) -> "SGLangApi":
+        """See ServerApi."""
+        return replace(self, adapter=name)
+
+    def adapters(self) -> Call[list[str]]:
+        """GET /v1/models."""
+        return Call(endpoint="/v1/models", parse=parse_adapters)
+
+    def load_adapter(self, name: str, directory: Path) -> Call[None]:
+        """POST /load_lora_adapter."""
+        return control("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+
+    def unload_adapter(self, name: str) -> Call[None]:
+        """POST /unload_lora_adapter; the server loads nothing else while the adapter is in use."""
+        return control("/unload_lora_adapter", {"lora_name": name})
 
     def generate(self, request: GenerateRequest) -> Call[tuple[Generation, str | None]]:
         """POST /generate for one sample."""
@@ -105,7 +125,7 @@ class SGLangApi:
             text = ExpertText(layout)
         return Call(
             endpoint="/generate",
-            body=generate_body(request),
+            body=self._naming_adapter(generate_body(request)),
             parse=partial(
                 parse_generation,
                 request=request,
@@ -121,7 +141,7 @@ class SGLangApi:
         """POST /generate that samples nothing."""
         return Call(
             endpoint="/generate",
-            body=score_body(token_ids),
+            body=self._naming_adapter(score_body(token_ids)),
             parse=partial(parse_scores, token_ids=token_ids, vocab_size=self.model.vocab_size),
             max_bytes=max_answer_bytes(len(token_ids)),
         )
@@ -130,7 +150,7 @@ class SGLangApi:
         self, token_ids: Sequence[int], sampling: Sampling, count: int
     ) -> Call[dict[int, float]]:
         """POST /generate that samples one token and returns the likeliest ones."""
-        body = generate_body(one_token(token_ids, sampling.temperature))
+        body = self._naming_adapter(generate_body(one_token(token_ids, sampling.temperature)))
         return Call(
             endpoint="/generate",
             body=body | {"top_logprobs_num": count},
@@ -140,7 +160,7 @@ class SGLangApi:
 
     def cached_tokens(self, token_ids: Sequence[int]) -> Call[int | None]:
         """POST /generate that samples one token."""
-        body = generate_body(one_token(token_ids))
+        body = self._naming_adapter(generate_body(one_token(token_ids)))
         return Call(
             endpoint="/generate",
             body=body,
@@ -186,6 +206,8 @@ class SGLangApi:
         problem = None
         if is_older(description.version, OLDEST):
             problem = f"runs SGLang {description.version}; update it to 0.5.23 or newer."
+        elif self.model.adapter is not None:
+            problem = adapter_problem(description, self.model.adapter)
         return ServerInfo(
             max_input_len=max_input_len,
             max_total_len=max_total_len,
@@ -313,6 +335,8 @@ class SGLangApi:
         flags += ["--port", str(port)]
         if self.model.experts is not None:
             flags.append("--enable-return-routed-experts")
+        if self.model.adapter is not None:
+            flags += adapter_flags(self.model.adapter)
         flags += _passed_flags(config, index)
         flags += ["--admin-api-key-env", config.admin_api_key_env or ""]
         flags += ["--api-key-env", config.api_key_env]
@@ -326,6 +350,34 @@ class SGLangApi:
         # would compile some routers with triton.
         defaults = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+    def _naming_adapter(self, body: dict[str, object]) -> dict[str, object]:
+        """The JSON of a request with the adapter."""
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
+        return body
+
+
+def adapter_flags(adapter: AdapterConfig) -> list[str]:
+    """Returns the flags of a server that loads an adapter."""
+    flags = ["--enable-lora"]
+    flags += ["--max-lora-rank", str(adapter.rank)]
+    flags += ["--lora-target-modules", *adapter.targets]
+    if not torch.cuda.is_available():
+        flags += ["--lora-backend", "torch_native"]  # the others have only GPU kernels
+    return flags
+
+
+def adapter_problem(info: ServerDescription, adapter: AdapterConfig) -> str | None:
+    """Why a server cannot load the run's LoRA adapters; None if it can."""
+    takes_layers = set(adapter.targets) <= set(info.lora_target_modules or ())
+    if info.enable_lora is True and (info.max_lora_rank or 0) >= adapter.rank and takes_layers:
+        return None
+    return (
+        f"does not take LoRA adapters of rank {adapter.rank} for {', '.join(adapter.targets)};"
+        f" start it with {' '.join(adapter_flags(adapter))}, or send merged weights:"
+        " --rollout-lora merged."
+    )
 
 
 def control(endpoint: str, body: Mapping[str, object] | None = None) -> Call[None]:

@@ -135,8 +135,16 @@ class _DeviceConfig(Answer):
     device: Any = None
 
 
-class _Config(Answer):
+class _LoraConfig(Answer):
+    max_lora_rank: TokenCount
+
+
+class VllmConfig(Answer):
+    """The configuration of a server, of which it reports much more."""
+
     model_config: _ModelConfig
+    lora_config: _LoraConfig | None = None
+    """None if the server takes no LoRA adapters."""
     scheduler_config: _SchedulerConfig = msgspec.field(default_factory=_SchedulerConfig)
     device_config: _DeviceConfig = msgspec.field(default_factory=_DeviceConfig)
 
@@ -153,7 +161,7 @@ class _Config(Answer):
 class ServerDescription(Answer):
     """The answer to GET /server_info. Never log it: it contains the token of Hugging Face."""
 
-    vllm_config: _Config
+    vllm_config: VllmConfig
 
 
 class _WorldSize(Answer):

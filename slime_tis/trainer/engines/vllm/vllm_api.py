@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -19,12 +19,14 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from safetensors import safe_open
 
+from slime_tis.peft_directory import AdapterConfig
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.servers.answers import (
     is_older,
     parse,
+    parse_adapters,
     parse_weight_name,
     parse_workers,
 )
@@ -69,6 +71,14 @@ GLOO_TRANSPORT = "slime_tis_gloo"
 """Name under which the worker extension registers its transport; vLLM's own ones need GPUs."""
 OLDEST_VLLM = (0, 32)
 """The first version that reports a weight version per token."""
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Environment variable without which vLLM has no LOAD_ADAPTER."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank."""
+ADAPTER_SLOTS = 4
+"""Adapters that one batch may use: the current one, and those that earlier requests keep. Requests
+with another adapter wait."""
 PRECISIONS: dict[str, Precision] = {
     "torch.float16": "fp16",
     "torch.bfloat16": "bf16",
@@ -83,15 +93,32 @@ class VllmApi:
     """vLLM's requests and answers; see `ServerApi`."""
 
     model: ServedModel
+    adapter: str | None = None
     user_endpoints: ClassVar[tuple[str, ...]] = ()
     answers_generate: ClassVar[bool] = False
     experts_advice: ClassVar[str] = "start it on GPUs with --enable-return-routed-experts"
     masks_advice: ClassVar[str] = "start it on GPUs with --return-sampling-mask"
     module: ClassVar[str] = "vllm.entrypoints.cli.main"
 
+    def with_adapter(self, name: str | None) -> "VllmApi":
+        """See ServerApi."""
+        return replace(self, adapter=name)
+
+    def adapters(self) -> Call[list[str]]:
+        """See ServerApi."""
+        return Call(endpoint="/v1/models", parse=parse_adapters)
+
+    def load_adapter(self, name: str, directory: Path) -> Call[None]:
+        """See ServerApi."""
+        return _post(LOAD_ADAPTER, {"lora_name": name, "lora_path": str(directory)})
+
+    def unload_adapter(self, name: str) -> Call[None]:
+        """See ServerApi; vLLM reads the files again if it runs more adapters than it has slots."""
+        return _post("/v1/unload_lora_adapter", {"lora_name": name})
+
     def generate(self, request: GenerateRequest) -> Call[tuple[Generation, str | None]]:
         """See ServerApi."""
-        body = generate_body(request)
+        body = self._body(request)
         if request.first_experts is not None:
             body["sampling_params"]["routed_experts_prompt_start"] = request.first_experts
         return Call(
@@ -103,7 +130,7 @@ class VllmApi:
 
     def score(self, token_ids: Sequence[int]) -> Call[list[float]]:
         """See ServerApi; vLLM samples at least one token, and reads no cached keys for scores."""
-        body = generate_body(one_token(token_ids))
+        body = self._body(one_token(token_ids))
         body["sampling_params"]["prompt_logprobs"] = 0
         return Call(
             endpoint=GENERATE,
@@ -116,7 +143,7 @@ class VllmApi:
         self, token_ids: Sequence[int], sampling: Sampling, count: int
     ) -> Call[dict[int, float]]:
         """See ServerApi."""
-        body = generate_body(one_token(token_ids, sampling.temperature))
+        body = self._body(one_token(token_ids, sampling.temperature))
         # vLLM puts the sampled token first, and leaves out the last one for it.
         body["sampling_params"]["logprobs"] = count + 1
         return Call(
@@ -130,7 +157,7 @@ class VllmApi:
         """See ServerApi; servers tell it with --enable-prompt-tokens-details."""
         return Call(
             endpoint=GENERATE,
-            body=generate_body(one_token(token_ids)),
+            body=self._body(one_token(token_ids)),
             parse=vllm_answers.parse_cached_tokens,
             max_bytes=max_answer_bytes(1),
         )
@@ -166,7 +193,9 @@ class VllmApi:
         )
         if await _asked(server, is_paused, "set VLLM_SERVER_DEV_MODE=1 in its environment"):
             raise ServerPaused(f"{server.url} is paused.")
-        await _asked(server, self.generate(one_token([0])), "start it with --enable-scale-out")
+        # Without the adapter, which a server that restarted does not have yet.
+        probe = self.with_adapter(None).generate(one_token([0]))
+        await _asked(server, probe, "start it with --enable-scale-out")
 
     async def info(self, server: Connection) -> ServerInfo:
         """See ServerApi."""
@@ -199,12 +228,13 @@ class VllmApi:
             takes_seeds=description.vllm_config.takes_seeds,
             returns_experts=config.enable_return_routed_experts is True,
             max_mask_tokens=mask_tokens,
-            problem=await self._problem(server, version, config.logprobs_mode),
+            problem=await self._problem(server, version, description.vllm_config),
         )
 
     async def _problem(
-        self, server: Connection, version: str, logprobs_mode: str | None
+        self, server: Connection, version: str, config: vllm_answers.VllmConfig
     ) -> str | None:
+        logprobs_mode = config.model_config.logprobs_mode
         if is_older(version, OLDEST_VLLM):
             return f"runs vLLM {version}; update it to 0.32 or newer."
         if logprobs_mode != "processed_logprobs":
@@ -219,6 +249,32 @@ class VllmApi:
                 "has no worker extension for updates and checksums of weights; start it with"
                 f" --worker-extension-cls {EXTENSION} and PYTHONPATH={WORKER_DIRECTORY}."
             )
+        if self.model.adapter is not None:
+            return await self._adapter_problem(server, self.model.adapter, config)
+        return None
+
+    async def _adapter_problem(
+        self, server: Connection, adapter: AdapterConfig, config: vllm_answers.VllmConfig
+    ) -> str | None:
+        """Why the server cannot load the run's LoRA adapters."""
+        largest_rank = 0
+        if config.lora_config is not None:
+            largest_rank = config.lora_config.max_lora_rank
+        if largest_rank < adapter.rank:
+            return (
+                f"takes LoRA adapters up to rank {largest_rank}, but they have rank {adapter.rank};"
+                f" start it with {' '.join(adapter_flags(adapter))}, or send merged weights:"
+                " --rollout-lora merged."
+            )
+        try:
+            await server.call(Call(endpoint=LOAD_ADAPTER, parse=bytes))
+        except RequestRefused as error:
+            # A GET is refused with 405 if the route, which takes a POST, exists.
+            if error.status == 404:
+                return (
+                    f"loads no LoRA adapters while it runs; set {RUNTIME_ADAPTERS}=1 in its"
+                    " environment, or send merged weights: --rollout-lora merged."
+                )
         return None
 
     async def pause(self, server: Connection) -> None:
@@ -319,6 +375,8 @@ class VllmApi:
         flags += ["--weight-transfer-config", json.dumps({"backend": transport})]
         if self.model.experts is not None:
             flags.append("--enable-return-routed-experts")
+        if self.model.adapter is not None:
+            flags += adapter_flags(self.model.adapter)
         return [*flags, *without_base_gpu(config.server_args or ())]
 
     def environment(self, config: ServerConfig, index: int) -> dict[str, str]:
@@ -331,6 +389,8 @@ class VllmApi:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
+        if self.model.adapter is not None:
+            environment[RUNTIME_ADAPTERS] = "1"
         api_key = os.environ.get(config.api_key_env)
         if api_key:
             environment["VLLM_API_KEY"] = api_key
@@ -343,6 +403,31 @@ class VllmApi:
                 "VLLM_CPU_OMP_THREADS_BIND", "nobind"
             )
         return environment
+
+    def _body(self, request: GenerateRequest) -> dict[str, Any]:
+        """The JSON of a request, which names the adapter as its model."""
+        body = generate_body(request)
+        if self.adapter is not None:
+            body["model"] = self.adapter
+        return body
+
+
+def adapter_flags(adapter: AdapterConfig) -> list[str]:
+    """Returns the flags of a server that loads an adapter.
+
+    Raises:
+        ValueError: vLLM has no slots of this rank.
+    """
+    ranks = [rank for rank in ADAPTER_RANKS if rank >= adapter.rank]
+    if not ranks:
+        raise ValueError(
+            f"vLLM takes LoRA adapters up to rank {ADAPTER_RANKS[-1]}, but they have rank"
+            f" {adapter.rank}; send merged weights: --rollout-lora merged."
+        )
+    flags = ["--enable-lora"]
+    flags += ["--max-lora-rank", str(ranks[0])]
+    flags += ["--max-loras", str(ADAPTER_SLOTS)]
+    return flags
 
 
 def without_base_gpu(flags: Sequence[str]) -> list[str]:

@@ -96,6 +96,16 @@ async def on_all_servers(
     return passed
 
 
+async def hand_out(
+    servers: Sequence[Server], load: Callable[[Server], Awaitable[None]]
+) -> dict[Server, str]:
+    """Gives all servers weights, and releases those that fail; returns these, and why."""
+    failed: dict[Server, str] = {}
+    await on_all_servers(servers, load, failed)
+    await asyncio.gather(*(server.api.release(server) for server in failed))
+    return failed
+
+
 async def resume(server: Server, version: int) -> None:
     """Resumes generation; raises ServerError unless the server reports the new version."""
     reported = await server.call(server.api.weight_version())
