@@ -157,6 +157,7 @@ def set_up(
     process = Process(
         arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened
     )
+    check_equal_precision(arguments)
     functions = load_functions(process)
     checkpoint = find_resume_point(
         arguments.megatron, effective_config(arguments), is_main=parallel.is_main
@@ -345,6 +346,22 @@ def check_rewards(
         check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
 
 
+def check_equal_precision(arguments: Arguments) -> None:
+    """Checks that --bf16-if-fast chose the same precision on every rank; a collective.
+
+    Raises:
+        ValueError: Ranks differ.
+    """
+    if not arguments.megatron.bf16_if_fast:
+        return
+    precisions = set(on_every_rank(lambda: arguments.megatron.precision))
+    if len(precisions) > 1:
+        raise ValueError(
+            "--bf16-if-fast chose bf16 on some ranks and float32 on others, whose processors"
+            " differ; add --bf16 or --no-bf16."
+        )
+
+
 def shared_kernels(process: Process) -> Kernels | None:
     """Chooses the operations of --true-on-policy, and tests them on this machine; a collective.
 
@@ -477,6 +494,7 @@ def build_sampler(
         weights=weights.tensors,
         weights_version=weights.version,
         output_dir=Path(arguments.reporting.output_dir),
+        dtype=DTYPES[arguments.megatron.precision],
         kernels=kernels,
         adapter=weights.unmerged_adapter,
         device=process.parallel.device,

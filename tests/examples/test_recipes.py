@@ -295,7 +295,9 @@ def smollm2_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_smollm2(name, engine, rounding):
     config = ROOT / f"examples/smollm2_reasoning_gym/{name}.yaml"
-    arguments = configure(["--custom-config-path", str(config)], {})
+    # The recipe's precision otherwise depends on the processor.
+    flags = ["--custom-config-path", str(config), "--no-bf16-if-fast"]
+    arguments = configure(flags, {})
     assert not arguments.megatron.bf16
     assert arguments.rollout.rollout_engine == engine
     assert arguments.rollout.weight_update_rounding == rounding

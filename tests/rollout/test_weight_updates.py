@@ -213,7 +213,9 @@ def stale_quarter(weights: Weights, before: Weights) -> None:
     weights[QUERY][128:192] = before[QUERY][128:192]
 
 
-def engine_of(directory: Path, precision: Precision) -> tuple[LocalEngine, Weights]:
+def engine_of(
+    directory: Path, precision: Precision, emulation_dtype: torch.dtype = torch.float32
+) -> tuple[LocalEngine, Weights]:
     """An engine of a mixture with a tied head, and the weights of its checkpoint."""
     path = make_checkpoint(
         directory,
@@ -223,7 +225,8 @@ def engine_of(directory: Path, precision: Precision) -> tuple[LocalEngine, Weigh
         head_dim=32,
         tie_word_embeddings=True,
     )
-    engine = LocalEngine(path, load_tokenizer(path), precision=precision)
+    tokenizer = load_tokenizer(path)
+    engine = LocalEngine(path, tokenizer, precision=precision, emulation_dtype=emulation_dtype)
     assert engine._weights[QUERY].shape == (256, 256)
     start = {name: weight.clone() for name, weight in load_file(path / "model.safetensors").items()}
     return engine, start
@@ -249,6 +252,23 @@ def wrong_weights_of(
 def test_right_updates_have_no_wrong_weights(precision, tmp_path):
     engine, start = engine_of(tmp_path, precision)
     assert wrong_weights_of(engine, start, send_as_they_are) == set()
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int4"])
+def test_right_updates_of_an_emulated_engine_in_bf16_have_no_wrong_weights(precision, tmp_path):
+    engine, start = engine_of(tmp_path, precision, emulation_dtype=torch.bfloat16)
+    assert wrong_weights_of(engine, start, send_as_they_are) == set()
+
+
+def test_an_emulated_engine_in_bf16_holds_rounded_bf16_weights(tmp_path):
+    engine, start = engine_of(tmp_path, "fp8", emulation_dtype=torch.bfloat16)
+    engine.update_weights(start.items, 1)
+    assert torch.equal(engine._weights[QUERY], round_fp8(start[QUERY]).bfloat16())
+
+
+def test_stale_rows_of_an_emulated_engine_in_bf16_are_found(tmp_path):
+    engine, start = engine_of(tmp_path, "fp8", emulation_dtype=torch.bfloat16)
+    assert wrong_weights_of(engine, start, stale_quarter) == {QUERY}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

@@ -112,6 +112,8 @@ def make_flags(checkpoint: Path, directory: Path, train: int) -> list[str]:
         "--n-samples-per-prompt",
         "4",
         "--no-use-tensorboard",
+        # The same numbers on every processor.
+        "--no-bf16-if-fast",
     ]
 
 

@@ -31,6 +31,7 @@ from slime_tis.options.fields import flag
 from slime_tis.options.flags import Flag
 from slime_tis.options.values import Given, Source
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.trainer.cli.bf16_if_fast import detection_note, with_detected_precision
 from slime_tis.trainer.cli.file_checks import (
     check_files,
     check_model,
@@ -108,7 +109,7 @@ def configure(
     """
     # Flags that repeat config.json can be compared only after it was read.
     given, restated = _read_command_line(argv, prog)
-    options = merge_sources(COMMAND_LINE, given)
+    options = with_detected_precision(merge_sources(COMMAND_LINE, given))
     with naming_sources(options):
         arguments = _build_arguments(options)
         if arguments.rollout.rollout_engine != "local":
@@ -237,6 +238,9 @@ def describe(arguments: Arguments) -> str:
             flags.append("--no-bf16 (trains in float32)")
         if flags:
             lines.append(f"{title}: {' '.join(flags)}")
+    note = detection_note(arguments)
+    if note is not None:
+        lines.append(note)
     if arguments.user_options:
         pairs = [f"{key} {value}" for key, value in arguments.user_options.items()]
         lines.append(f"user functions: {', '.join(pairs)}")

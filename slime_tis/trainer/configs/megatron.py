@@ -160,6 +160,9 @@ class MegatronConfig:
     """At a non-finite gradient or loss: save and stop, or skip and count the step."""
     bf16: bool = parallel_option(False)
     """Train in bfloat16 with float32 master weights."""
+    bf16_if_fast: bool = parallel_option(False)
+    """Train with --bf16, and sample in bf16 with the local engine, on a GPU with bf16 or a CPU with
+    AMX; else compute in float32. Precisions that you give stay."""
     fp16: bool = parallel_option(False)
     """Train in float16 with float32 master weights and a dynamic loss scale; an overflow skips the
     step."""
@@ -196,6 +199,8 @@ class MegatronConfig:
         check_fields(self)
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 exclude each other; remove one.")
+        if self.bf16_if_fast and self.fp16:
+            raise ValueError("--bf16-if-fast and --fp16 exclude each other; remove one.")
         if self.min_lr > self.lr:
             raise ValueError(
                 f"--min-lr is {self.min_lr} but must not exceed --lr, which is {self.lr}."

@@ -38,6 +38,7 @@ def build_engine(
         host.hf_checkpoint,
         tokenizer,
         precision=config.rollout_precision,
+        emulation_dtype=host.dtype,
         router_bits=config.rollout_router_bits,
         kernels=host.kernels,
         lora_scale=None if host.adapter is None else host.adapter.scale,

@@ -29,6 +29,8 @@ class EngineHost:
     weights_version: Callable[[], int] | None = None
     """Version of `weights`; None for the version that the engine was sent last."""
     output_dir: Path
+    dtype: torch.dtype = torch.float32
+    """Type of training's weights and activations."""
     kernels: Kernels | None = None
     """Operations that training shares, see --true-on-policy."""
     adapter: AdapterConfig | None = None

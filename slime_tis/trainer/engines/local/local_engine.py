@@ -106,19 +106,21 @@ class LocalEngine:
     torch.distributed job every rank has the complete model and samples its share of the prompts.
 
     Engines with 8-bit and 4-bit weights are emulated: matrices of linear layers and experts are
-    rounded when they are loaded, and the model computes with the rounded values in float32.
+    rounded when they are loaded, and the model computes with the rounded values in training's
+    precision. In bf16, each value is rounded again, to 8 significant bits.
     """
 
     can_checkpoint_weights = True
     workers: tuple[str, ...] = ("local",)
     http_address = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         hf_checkpoint: str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         precision: Precision = "fp32",
+        emulation_dtype: torch.dtype = torch.float32,
         router_bits: int | None = None,
         kernels: Kernels | None = None,
         lora_scale: float | None = None,
@@ -131,6 +133,7 @@ class LocalEngine:
             hf_checkpoint: Directory of the model.
             tokenizer: Its tokenizer.
             precision: Precision of the weights.
+            emulation_dtype: Type in which an engine with 8-bit or 4-bit weights computes.
             router_bits: Rounds routers to this number of bits; None does not round them.
             kernels: Operations of training; None for transformers' own.
             lora_scale: Scale of LoRA adapters. Weight updates then have A and B by PEFT's names,
@@ -142,7 +145,7 @@ class LocalEngine:
         self._serves_functions = False
         self._tokenizer = tokenizer
         self._check_interrupts = check_interrupts
-        self._model = load_model(hf_checkpoint, DTYPES.get(precision, torch.float32)).to(device)
+        self._model = load_model(hf_checkpoint, DTYPES.get(precision, emulation_dtype)).to(device)
         check_config(self._model.config)
         self._invariant_options: dict[str, Any] = {}
         if kernels is not None:
@@ -301,8 +304,9 @@ class LocalEngine:
         for name, rows in sent.items():
             if self._roundings.get(name) not in (None, rounding):
                 continue
-            held_rows = held[name][rows.first :: rows.stride].float().cpu()
-            if not torch.equal(held_rows, rows.rows):
+            held_rows = held[name][rows.first :: rows.stride].cpu()
+            # An emulated engine rounds to its precision, then to the type in which it computes.
+            if not torch.equal(held_rows, rows.rows.to(held_rows.dtype)):
                 wrong.append(name)
         return {NAME: wrong}
 
