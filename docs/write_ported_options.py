@@ -12,6 +12,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_tis.trainer.port.gpus import PLACEMENT
+from slime_tis.trainer.port.other_adapters import (
+    PEFT_CONFIG,
+    TRL_FLAGS,
+    VERL_FSDP,
+    VERL_MEGATRON,
+    AdapterOptions,
+)
 from slime_tis.trainer.port.other_trainers import TRL, VERL, OtherTrainer, convert_trl
 
 PAGE = Path(__file__).with_name("ported_options.md")
@@ -28,9 +35,9 @@ slime-tis port run_vime.sh > run.sh     # slime with vLLM: the complete script
 ```
 
 * **vime** has slime's flags, so [its scripts](slime.md#a-launch-script-of-slime) become complete commands.
-* **verl and TRL**: the tables below are the options of the engine, of sampling, placement and correction. The comments list all
-  other options of the command under "to do by hand"; none is dropped without a word. Variables such as `PROMPT_DATA` stand for
-  flags that `train.py` requires.
+* **verl and TRL**: the tables below are the options of the engine, of sampling, placement, correction and LoRA adapters. The comments
+  list all other options of the command under "to do by hand"; none is dropped without a word. Variables such as `PROMPT_DATA` stand
+  for flags that `train.py` requires.
 * Training and vLLM do not share GPUs here: of the GPUs that they share in verl and in TRL's mode `colocate`, half train.
 * A value that a script computes when it runs is named in the comments.
 * A script of verl with another engine than vLLM is refused.
@@ -54,6 +61,18 @@ In the mode `server`, `vllm_server_host` and `vllm_server_port` are the `--vllm-
 [the servers of this program](vllm.md#servers-that-you-start-yourself), which you start instead.
 """
 
+ADAPTERS_OF_VERL = """## LoRA adapters
+
+A run with adapters never becomes a run that trains all weights: an adapter that cannot be converted is refused, such as DoRA, wildcards
+of layers or a quantized model. If only the running script knows the rank, its variable stays in the command.
+
+verl's FSDP engine has the options `lora_rank`, …, and Megatron's has `lora.rank`, …. An adapter is trained if a rank is above 0:
+"""
+ADAPTERS_OF_TRL = """TRL has `use_peft` with the first options, or a `LoraConfig(…)` of PEFT in a Python program. Without layers, `port` writes
+PEFT's default, `q_proj v_proj`. `PeftModel.from_pretrained(model, DIR)` is `--lora-adapter-path DIR`. If a program gets its adapter
+from elsewhere, the command needs the variables `LORA_RANK` and `LORA_ALPHA`:
+"""
+
 
 def rows(trainer: OtherTrainer) -> list[str]:
     """One row for each option of a trainer."""
@@ -74,6 +93,38 @@ def rows(trainer: OtherTrainer) -> list[str]:
         table.append(_row(name, f"{' or '.join(values)}: no flag; other values are listed"))
     for name, reason in trainer.dropped.items():
         table.append(_row(name, f"dropped: {reason}"))
+    return table
+
+
+def adapter_rows(*trainers: AdapterOptions) -> list[str]:
+    """One row for each option of LoRA adapters."""
+    table = ["| option | here |", "|---|---|"]
+    for names in trainers:
+        flags = {
+            names.rank: "--lora-rank",
+            names.alpha: "--lora-alpha",
+            names.targets: "--lora-target-modules",
+            names.dropout: "--lora-dropout",
+            names.path: "--lora-adapter-path",
+        }
+        for name, flag in flags.items():
+            if not name:
+                continue
+            here = f"`{flag}`"
+            if name in names.defaults:
+                here += f"; unset: {names.defaults[name]}"
+            table.append(_row(names.prefix + name, here))
+        if names.excluded:
+            here = "layers that `--lora-target-modules` leaves out"
+            table.append(_row(names.prefix + names.excluded, here))
+        if names.rslora:
+            here = "on: `--lora-alpha` is multiplied by the root of the rank"
+            table.append(_row(names.prefix + names.rslora, here))
+        for name, values in names.neutral.items():
+            shown = " or ".join(values[:2]) or "unset"
+            table.append(_row(names.prefix + name, f"{shown}: no flag; others are refused"))
+        for name, reason in names.dropped.items():
+            table.append(_row(names.prefix + name, f"dropped: {reason}"))
     return table
 
 
@@ -107,7 +158,10 @@ def _weights(mode: str, bounds: Mapping[str, str]) -> str:
 def render() -> str:
     """The complete page."""
     lines = [HEAD, VERL_NOTE, *rows(VERL), "", TRL_NOTE, *correction_rows(), SERVER_NOTE]
-    return "\n".join([*lines, *rows(TRL)]) + "\n"
+    lines += rows(TRL)
+    lines += ["", ADAPTERS_OF_VERL, *adapter_rows(VERL_FSDP, VERL_MEGATRON)]
+    lines += ["", ADAPTERS_OF_TRL, *adapter_rows(TRL_FLAGS, PEFT_CONFIG)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

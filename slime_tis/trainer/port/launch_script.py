@@ -94,6 +94,8 @@ class LaunchScript:
     """The script and the sourced files; each is read once."""
     program: str = ""
     """train.py, train_async.py, verl or trl; empty before a training command was read."""
+    program_file: str = ""
+    """The word that names the program, such as grpo.py."""
     launcher: list[str] = field(default_factory=list)
     """The words before the program, such as those of accelerate."""
     words: list[str] = field(default_factory=list)
@@ -179,6 +181,7 @@ class LaunchScript:
                 )
             self._note_doubts(doubts, index)
             self.program = _program(words, index)
+            self.program_file = words[index]
             self.launcher = words[:index]
             self.words = []
             for flag in words[index + 1 :]:

@@ -1,7 +1,7 @@
 """Options of verl and TRL as flags of slime and train.py, which `port` treats like a script's.
 
-Options of the vLLM engine, of sampling, placement and correction are converted. `Conversion.others`
-lists all others. verl 0.9.1 and TRL 1.16.0 were read.
+Options of the vLLM engine, of sampling, placement, correction and LoRA adapters are converted.
+`Conversion.others` lists all others. verl 0.9.1 and TRL 1.16.0 were read.
 """
 
 import re
@@ -15,6 +15,11 @@ from slime_tis.trainer.cli.slime_flags import Renamed
 from slime_tis.trainer.configs.servers import bracketed
 from slime_tis.trainer.port.gpus import PLACEMENT
 from slime_tis.trainer.port.launch_script import OPEN, LaunchScript, legible
+from slime_tis.trainer.port.other_adapters import (
+    AdapterConversion,
+    convert_trl_adapter,
+    convert_verl_adapter,
+)
 from slime_tis.trainer.port.trl_options import options_of
 
 Options = Mapping[str, str]
@@ -63,12 +68,24 @@ class Conversion:
     todo: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     """Options that are not converted, as the user wrote them."""
+    unsupported: list[str] = field(default_factory=list)
+    """Options of a LoRA adapter that this program cannot train."""
 
     def add(self, words: str, spelling: str) -> None:
         """Adds flags, in the user's words."""
         for flag in flags_of(words.split(" "))[1:]:
             self.flags[flag.name] = flag
             self.spellings[flag.name] = spelling
+
+    def add_adapter(self, adapter: AdapterConversion) -> None:
+        """Adds the converted options of a LoRA adapter."""
+        self.flags |= adapter.flags
+        self.spellings |= adapter.spellings
+        self.changed += adapter.changed
+        self.added += adapter.added
+        self.same += adapter.same
+        self.todo += adapter.todo
+        self.unsupported += adapter.unsupported
 
 
 def _top_k(text: str) -> str:
@@ -230,6 +247,7 @@ def convert_verl(words: Sequence[str]) -> Conversion:
             f"{ROLLOUT}.name is {engine}, but port converts only verl's options of vLLM; see"
             " docs/sglang.md for the flags of SGLang."
         )
+    conversion.add_adapter(convert_verl_adapter(options))
     remaining = dict(options)
     for key, value in options.items():
         parent, _, name = key.rpartition(".")
@@ -305,6 +323,7 @@ def convert_trl(options: Options, notes: Iterable[str] = ()) -> Conversion:
     if clip_max.lower() not in UNSET:
         # The older name replaces the newer one, as in TRL.
         remaining["vllm_importance_sampling_clip_max"] = clip_max
+    conversion.add_adapter(convert_trl_adapter(remaining))
     _add_correction(remaining, conversion)
     mode = remaining.get("vllm_mode", "colocate")
     if mode == "server":

@@ -40,6 +40,9 @@ REQUIRED: Words = {
     "--rollout-max-response-len": ("8",),
 }
 """Flags that train.py requires, with values that nothing else contradicts."""
+UNKNOWN_VALUES: Words = {**REQUIRED, "--lora-rank": ("8",)}
+"""Values for flags whose value only the running script knows. Without --lora-rank, the other flags
+of adapters would seem to have no effect."""
 OUTPUTS = (
     "--save",
     "--save-hf",
@@ -232,7 +235,7 @@ def _stand_in(
         verdict.missing.append(f"{name} {' '.join(values)}; its options are not checked.")
         return None
     if OPEN in " ".join(values):
-        return REQUIRED.get(name)
+        return UNKNOWN_VALUES.get(name)
     return values
 
 

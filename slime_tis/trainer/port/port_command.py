@@ -44,6 +44,7 @@ from slime_tis.trainer.port.launch_script import (
     legible,
     read_launch,
 )
+from slime_tis.trainer.port.other_adapters import PLAIN_LORA
 from slime_tis.trainer.port.other_trainers import Conversion, convert
 from slime_tis.trainer.port.plan_check import OPTION_OF, REQUIRED, check
 from slime_tis.trainer.port.published_models import model_from_script, name_problem
@@ -225,10 +226,12 @@ def _take_conversion(conversion: Conversion, ported: Ported) -> dict[str, Flag]:
     ported.notes[CHANGED] += conversion.changed
     ported.notes[ADDED] += conversion.added
     ported.notes[RESTATES] += conversion.same
+    if conversion.unsupported:
+        ported.other_experiments[PLAIN_LORA] = conversion.unsupported
     if conversion.others:
         ported.notes[TODO].append(
-            "port converts options of the engine, of sampling and of the correction. Write the"
-            f" flags for the others yourself: {', '.join(conversion.others)}."
+            "port converts options of the engine, of sampling, of the correction and of LoRA"
+            f" adapters. Write the flags for the others yourself: {', '.join(conversion.others)}."
         )
     return conversion.flags
 

@@ -9,6 +9,7 @@ import yaml
 
 from slime_tis.options.flags import flags_of
 from slime_tis.trainer.port.launch_script import CLOSE, OPEN, LaunchScript, text_of
+from slime_tis.trainer.port.other_adapters import ADAPTER_FILE, PEFT_CLASS
 
 CONFIGS = ("GRPOConfig", "RLOOConfig")
 """TRL's classes of options."""
@@ -36,6 +37,7 @@ def read_trl_program(path: Path) -> LaunchScript:
         if not isinstance(node, ast.Call):
             continue
         name = _last_name(node.func)
+        _add_adapter(node, name, script)
         if name in CONFIGS:
             if script.program:
                 script.notes["the program makes several configurations; they are read as one"] = (
@@ -62,26 +64,51 @@ def _last_name(function: ast.expr) -> str:
     return ""
 
 
+def _add_adapter(call: ast.Call, name: str, script: LaunchScript) -> None:
+    """Adds the options of a new adapter, or the directory of one that the program loads."""
+    if name == PEFT_CLASS:
+        script.words.append(f"--{PEFT_CLASS}")
+        _add_keywords(call, script, prefix=f"{PEFT_CLASS}.")
+        return
+    if name != "from_pretrained" or ast.unparse(call.func) != ADAPTER_FILE:
+        return
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+    directory = arguments.get("model_id")
+    if len(call.args) > 1:
+        directory = call.args[1]
+    if directory is not None:
+        script.words.append(f"--{ADAPTER_FILE}={_value(directory)}")
+
+
 def _add_model(call: ast.Call, script: LaunchScript) -> None:
-    """Adds the path of a trainer's model; a model that the program has loaded has none."""
+    """Adds the path of a trainer's model, and the source of its adapters.
+
+    A model that the program has loaded has no path.
+    """
     for keyword in call.keywords:
+        if keyword.arg == "peft_config":
+            script.words.append(f"--peft_config={_value(keyword.value)}")
         is_path = isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, str)
         if keyword.arg == "model" and is_path:
             script.words.append(f"--model_name_or_path={ast.literal_eval(keyword.value)}")
 
 
-def _add_keywords(call: ast.Call, script: LaunchScript) -> None:
-    """Adds the keywords of a configuration; a value that is no literal becomes a mark."""
+def _value(expression: ast.expr) -> str:
+    """Returns the text of a literal; a value that is no literal becomes a mark."""
+    try:
+        return str(ast.literal_eval(expression))
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return f"{OPEN}{ast.unparse(expression)}{CLOSE}"
+
+
+def _add_keywords(call: ast.Call, script: LaunchScript, prefix: str = "") -> None:
+    """Adds the keywords of a configuration, with a prefix of their names."""
     for keyword in call.keywords:
         if keyword.arg is None:
             source = ast.unparse(keyword.value)
             script.notes[f"**{source}: options of this mapping are not read"] = None
             continue
-        try:
-            value = str(ast.literal_eval(keyword.value))
-        except (ValueError, TypeError, RecursionError, MemoryError):
-            value = f"{OPEN}{ast.unparse(keyword.value)}{CLOSE}"
-        script.words.append(f"--{keyword.arg}={value}")
+        script.words.append(f"--{prefix}{keyword.arg}={_value(keyword.value)}")
 
 
 def options_of(launch: LaunchScript) -> dict[str, str]:
@@ -94,11 +121,22 @@ def options_of(launch: LaunchScript) -> dict[str, str]:
         # TRL's parser takes hyphens for underscores, and a switch without a value.
         name = flag.name.removeprefix("--").replace("-", "_")
         options[name] = " ".join(flag.values) or "True"
+    program = _program_with_adapter(launch)
+    if program:
+        options.setdefault("peft_config", f"{OPEN}{PEFT_CLASS} in {program}{CLOSE}")
     first, *_ = flags_of(launch.words)
     config = options.pop("config", " ".join(first.values))
     if not config.endswith((".yaml", ".yml")):
         return options
     return {**_options_of_yaml(launch, config), **options}
+
+
+def _program_with_adapter(launch: LaunchScript) -> str:
+    """Returns the launched Python program if it makes a LoraConfig; empty if it does not."""
+    path = launch.directory / launch.program_file
+    if path.suffix == ".py" and path.is_file() and f"{PEFT_CLASS}(" in text_of(path):
+        return launch.program_file
+    return ""
 
 
 def _options_of_yaml(launch: LaunchScript, config: str) -> dict[str, str]:
