@@ -25,7 +25,7 @@ GPU_FLAGS ?=
 VLLM_PYTHON ?= python3.11
 MERMAID := mermaid@11.9.0
 
-.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl train-trl-vllm study study-collapse study-agent study-smollm2 study-rounding study-alarms study-true-on-policy study-engines test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang test-vllm site test-site test-notebooks check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl train-trl-vllm study study-collapse study-agent study-smollm2 study-rounding study-alarms study-true-on-policy study-engines study-families test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants release-check gpu-wheels gpu diagnose-study sglang-env vllm-env test-sglang test-vllm site test-site test-notebooks check format docs clean
 
 help:
 	@echo "Start here:"
@@ -144,6 +144,9 @@ study-true-on-policy: install $(EXAMPLE)/complete.json  ## Train in bf16 raw, wi
 study-engines: $(VENV)/.installed-gym $(EXAMPLE)/complete.json data-smollm2 sglang-env vllm-env  ## Compare the log-probs of SGLang, vLLM, transformers and Megatron on the same tokens
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.engines.run
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.engines.dumps
+
+study-families: install sglang-env vllm-env  ## Train a tiny model of each family with a real server on a CPU, and compare log-probs: 30 runs of minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.families.run
 
 test: $(VENV)/.installed-diffusion $(VENV)/.installed-gym  ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist worksteal
@@ -267,6 +270,7 @@ docs: install  ## Write the generated parts of docs/: flags, packages, plots and
 	$(BIN)/python -m studies.gradient_bias.gradient --draw
 	$(BIN)/python -m studies.live_alarms.count
 	$(BIN)/python -m studies.engines.run --draw
+	$(BIN)/python -m studies.families.run --draw
 	$(BIN)/python -m studies.true_on_policy.report
 
 test-notebooks: install .venv-adapters/.installed  ## Execute the notebooks; TRL's in the adapters' environment

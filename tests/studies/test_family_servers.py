@@ -1,0 +1,56 @@
+"""The study of families on servers: its messages, its table, and its models."""
+
+from pathlib import Path
+
+from slime_tis.families import FAMILIES
+from studies.families.measure import Measurement, error_message
+from studies.families.models import MODELS
+from studies.families.run import cell, read, table
+from tests.checkpoints import architecture_of_family
+from tests.runs import ROOT
+
+OLDER = {
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+}
+"""Families that other tests run on real servers."""
+LOG = """\
+Traceback (most recent call last):
+RuntimeError: Expected size 192 but got 576.
+(APIServer) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_every_family_has_a_model():
+    architectures = {architecture_of_family(model.family) for model in MODELS.values()}
+    assert architectures == FAMILIES.keys() - OLDER
+
+
+def test_the_message_is_the_cause_in_the_servers_log(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text(LOG)
+    message = error_message(log, "error: the server ended")
+    assert message == "RuntimeError: Expected size 192 but got 576."
+
+
+def test_without_a_log_the_message_is_that_of_training():
+    assert error_message(Path("missing"), "warning: a\nerror: refused\n") == "refused"
+
+
+def test_equal_messages_have_one_note():
+    refused = Measurement(engine="vllm", model="phi3", before=None, after=None, message="no")
+    notes: list[str] = []
+    assert [cell(refused, notes), cell(refused, notes)] == ["refused (1)", "refused (1)"]
+
+
+def test_models_without_a_measurement_were_not_run():
+    assert table({}).count("not run | not run") == len(MODELS)
+
+
+def test_the_table_of_the_page_is_that_of_the_results():
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert table(read()) in page
