@@ -16,10 +16,12 @@ Layout = Literal[
     "vocab",
     "qkv",
     "fused_qkv",
+    "gated_qkv",
     "gated",
     "fused_gated",
     "transposed",
     "alternating",
+    "three_parts",
 ]
 """How a weight is split over tensor-parallel ranks: a key of `hf_weights.LAYOUTS`."""
 Property = Literal["qkv_bias", "qk_norm", "query_rank", "no_query_rank"]
@@ -52,6 +54,12 @@ class Weight:
 class Attention:
     """Attention with grouped queries, or latent attention."""
 
+    has_delta_nets: bool = False
+    """Whether layers of the type linear_attention have a gated delta net, a recurrence, instead of
+    attention."""
+    output_gate: bool = False
+    """Whether a sigmoid of a projection scales each feature of the output before its
+    projection."""
     latent: bool = False
     """Whether keys and values are projections of one latent vector per token: multi-head latent
     attention of DeepSeek-V2."""
@@ -167,6 +175,14 @@ def attention_windows(hf: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
 
 
+def delta_net_layers(hf: Any) -> frozenset[int]:
+    """Returns the indices of the layers with a gated delta net."""
+    if not family_of(hf).attention.has_delta_nets:
+        return frozenset()
+    kinds = enumerate(hf.layer_types)
+    return frozenset(layer for layer, kind in kinds if kind == "linear_attention")
+
+
 def stacks_experts(hf: Any) -> bool:
     """Returns whether files have one tensor with all routed experts of a layer."""
     for weight in family_of(hf).weights.values():
@@ -175,12 +191,23 @@ def stacks_experts(hf: Any) -> bool:
     return False
 
 
-def layer_weights(hf: Any, *, is_sparse: bool) -> dict[str, Weight]:
-    """Returns the weights of a dense or a sparse layer of a model, by their Megatron name."""
+def layer_weights(
+    hf: Any, *, is_sparse: bool, has_delta_net: bool = False
+) -> dict[str, Weight]:
+    """Returns the weights of a layer of a model, by their Megatron name.
+
+    Args:
+        hf: Configuration of the model.
+        is_sparse: Whether the layer has experts.
+        has_delta_net: Whether it has a gated delta net instead of attention.
+    """
     family = family_of(hf)
     weights = {}
     for name, weight in family.weights.items():
         if name.startswith("mlp.") and name.startswith("mlp.linear") == is_sparse:
+            continue
+        is_mixer = name.startswith("self_attention.")
+        if is_mixer and (name in GATED_DELTA_NET) != has_delta_net:
             continue
         if _has_property(hf, weight.needs):
             weights[name] = weight
@@ -310,6 +337,40 @@ LATENT_ATTENTION: Mapping[str, Weight] = {
 }
 """Multi-head latent attention, with megatron-core's names."""
 
+GATED_DELTA_NET: Mapping[str, Weight] = {
+    "self_attention.in_proj_qkvz.weight": _weight(
+        "columns", "linear_attn.in_proj_qkvz.weight", "delta_qkvz", "hidden"
+    ),
+    "self_attention.in_proj_ba.weight": _weight(
+        "columns", "linear_attn.in_proj_ba.weight", "delta_ba", "hidden"
+    ),
+    "self_attention.conv1d.weight": _weight(
+        "three_parts", "linear_attn.conv1d.weight", "delta_qkv", "one", "kernel"
+    ),
+    "self_attention.A_log": _weight("columns", "linear_attn.A_log", "value_heads"),
+    "self_attention.dt_bias": _weight("columns", "linear_attn.dt_bias", "value_heads"),
+    "self_attention.out_norm.weight": _weight(
+        "replicated", "linear_attn.norm.weight", "delta_value"
+    ),
+    "self_attention.out_proj.weight": _weight(
+        "rows", "linear_attn.out_proj.weight", "hidden", "delta_values"
+    ),
+}
+"""Gated delta nets, with megatron-core's names, except that it joins the input projections."""
+
+GATED_ATTENTION: Mapping[str, Weight] = {
+    **ATTENTION,
+    "self_attention.linear_qkv.weight": Weight(
+        "gated_qkv",
+        (
+            FileTensor("self_attn.q_proj.weight", ("queries_and_gates", "hidden")),
+            FileTensor("self_attn.k_proj.weight", ("keys", "hidden")),
+            FileTensor("self_attn.v_proj.weight", ("keys", "hidden")),
+        ),
+    ),
+}
+"""Attention with an output gate, whose projection is joined with the queries'."""
+
 
 def _stack(layout: Layout, name: str, *shape: str) -> Weight:
     """Returns the weight of one expert, which is a part of a tensor with all experts."""
@@ -325,6 +386,12 @@ FUSED_GATE_UP: Mapping[str, Weight] = {
     "mlp.linear_fc1.weight": _weight("fused_gated", "mlp.gate_up_proj.weight", "gate_up", "hidden"),
 }
 
+GATED_SHARED_EXPERT: Mapping[str, Weight] = {
+    **_gated_mlp("mlp.shared_experts", "mlp.shared_expert", "shared_inner"),
+    "mlp.shared_experts.gate_weight": _weight(
+        "replicated", "mlp.shared_expert_gate.weight", "one", "hidden"
+    ),
+}
 LLAMA: Mapping[str, Weight] = {**PRE_NORMS, **ATTENTION, **MLP}
 SHARED_EXPERTS: Mapping[str, Weight] = _gated_mlp(
     "mlp.shared_experts", "mlp.shared_experts", "shared_inner"
@@ -483,10 +550,7 @@ FAMILIES: Mapping[str, Family] = {
             **LLAMA,
             **QKV_BIAS,
             **EXPERTS,
-            **_gated_mlp("mlp.shared_experts", "mlp.shared_expert", "shared_inner"),
-            "mlp.shared_experts.gate_weight": _weight(
-                "replicated", "mlp.shared_expert_gate.weight", "one", "hidden"
-            ),
+            **GATED_SHARED_EXPERT,
         },
     ),
     "Qwen3MoeForCausalLM": Family(
@@ -496,6 +560,23 @@ FAMILIES: Mapping[str, Family] = {
         attention=Attention(qk_norm=True),
         experts=Experts(),
         weights={**LLAMA, **QK_NORM, **EXPERTS},
+    ),
+    "Qwen3NextForCausalLM": Family(
+        title="Qwen3-Next",
+        model_type="qwen3_next",
+        rotary_class=ROTARY.format("qwen3_next", "Qwen3Next"),
+        attention=Attention(has_delta_nets=True, output_gate=True, qk_norm=True),
+        norm_offset=1.0,
+        experts=Experts(shared_size="shared_expert_intermediate_size", has_shared_gate=True),
+        weights={
+            **PRE_NORMS,
+            **GATED_ATTENTION,
+            **QK_NORM,
+            **GATED_DELTA_NET,
+            **MLP,
+            **EXPERTS,
+            **GATED_SHARED_EXPERT,
+        },
     ),
     "Glm4MoeForCausalLM": Family(
         title="GLM-4.5",

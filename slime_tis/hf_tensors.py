@@ -10,7 +10,13 @@ from typing import Any
 
 from slime_tis.atomic_files import parse_object
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.families import MODEL_WEIGHTS, Weight, family_of, layer_weights
+from slime_tis.families import (
+    MODEL_WEIGHTS,
+    Weight,
+    delta_net_layers,
+    family_of,
+    layer_weights,
+)
 from slime_tis.hf_directory import load_config, moe_sizes
 
 REQUIRED_FIELDS = (
@@ -111,8 +117,11 @@ def expected_tensors(hf: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from _file_tensors(weight, sizes)
     moe = moe_sizes(hf)
     sparse_layers = () if moe is None else moe.layers
+    delta_nets = delta_net_layers(hf)
     for layer in range(hf.num_hidden_layers):
-        weights = layer_weights(hf, is_sparse=layer in sparse_layers)
+        weights = layer_weights(
+            hf, is_sparse=layer in sparse_layers, has_delta_net=layer in delta_nets
+        )
         for weight in weights.values():
             for name, shape in _file_tensors(weight, sizes):
                 yield f"model.layers.{layer}.{name}", shape
@@ -144,6 +153,8 @@ def dimensions(hf: Any) -> dict[str, int]:
         sizes |= _latent_dimensions(hf)
     else:
         sizes |= _grouped_dimensions(hf)
+    if family_of(hf).attention.has_delta_nets:
+        sizes |= _delta_net_dimensions(hf)
     moe = moe_sizes(hf)
     if moe is not None:
         sizes["experts"] = moe.num_experts
@@ -162,6 +173,7 @@ def _grouped_dimensions(hf: Any) -> dict[str, int]:
         "head": head,
         "heads": heads,
         "queries": heads * head,
+        "queries_and_gates": 2 * heads * head,
         "keys": groups * head,
         "qkv": (heads + 2 * groups) * head,
     }
@@ -177,6 +189,21 @@ def _latent_dimensions(hf: Any) -> dict[str, int]:
         "rank_and_rotated": hf.kv_lora_rank + hf.qk_rope_head_dim,
         "keys_and_values": heads * (hf.qk_nope_head_dim + hf.v_head_dim),
         "values": heads * hf.v_head_dim,
+    }
+
+
+def _delta_net_dimensions(hf: Any) -> dict[str, int]:
+    """Returns the sizes of gated delta nets."""
+    keys = hf.linear_num_key_heads * hf.linear_key_head_dim
+    values = hf.linear_num_value_heads * hf.linear_value_head_dim
+    return {
+        "value_heads": hf.linear_num_value_heads,
+        "delta_value": hf.linear_value_head_dim,
+        "delta_values": values,
+        "delta_qkv": 2 * keys + values,
+        "delta_qkvz": 2 * keys + 2 * values,
+        "delta_ba": 2 * hf.linear_num_value_heads,
+        "kernel": hf.linear_conv_kernel_dim,
     }
 
 

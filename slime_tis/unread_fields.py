@@ -127,6 +127,8 @@ def _attention_problems(model: Mapping[str, Any], family: Family) -> Iterator[st
     elif has_windows and window is not None:
         # transformers gives all layers the window, vLLM only those of this type.
         known = {"sliding_attention"}
+    if family.attention.has_delta_nets:
+        known.add("linear_attention")
     for kind in kinds:
         if kind not in known:
             yield f"{quoted(kind)} in layer_types"

@@ -37,6 +37,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -61,6 +63,7 @@ FAMILIES = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -118,6 +121,17 @@ MOE_SIZES = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     },
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -162,7 +176,8 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
         eos_token_id=EOS,
         dtype="float32",
     )
-    norm_mean = 0.0 if family == "gemma3" else 1.0  # Gemma's norms add 1 to their weights
+    # norms of these families add 1 to their weights
+    norm_mean = 0.0 if family in ("gemma3", "qwen3_next") else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -173,6 +188,12 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
                 parameter.normal_(0.0, 0.1, generator=generator)
             elif name.endswith("sinks"):
                 parameter.normal_(0.0, 0.3, generator=generator)
+            elif name.endswith("A_log"):
+                # Heads then remember a few tokens or many. At the families' initialization they
+                # forget most at once, and rounding errors of their small outputs are magnified.
+                parameter.uniform_(-5.0, 0.0, generator=generator)
+            elif name.endswith("linear_attn.norm.weight"):
+                parameter.normal_(1.0, 0.1, generator=generator)
             elif "norm" in name:
                 parameter.normal_(norm_mean, 0.1, generator=generator)
         for name, buffer in model.named_buffers():

@@ -69,5 +69,15 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, Moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}),
     "kimi_k2": ("kimi_k2", {"rope_parameters": {**YARN, "factor": 32.0}}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next, a dense layer, one head of values per key": (
+        "qwen3_next",
+        {
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 """Name → family and fields of config.json that differ from `tests.checkpoints.SIZES`."""

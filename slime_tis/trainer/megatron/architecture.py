@@ -5,7 +5,7 @@ The supported families are in `slime_tis.families`.
 
 import importlib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from slime_tis.errors import first_line
 from slime_tis.families import (
     Family,
     attention_windows,
+    delta_net_layers,
     family_of,
     flag_value,
     layer_weights,
@@ -47,6 +48,7 @@ from slime_tis.trainer.megatron.family_layers import (
     NormThenAdd,
 )
 from slime_tis.trainer.megatron.fast_layers import use_fast_products
+from slime_tis.trainer.megatron.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from slime_tis.trainer.megatron.invariant_layers import use_invariant_operations
 from slime_tis.trainer.megatron.latent_attention import LatentAttention, LatentSizes
 from slime_tis.trainer.megatron.layers import (
@@ -281,6 +283,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         activation_func=torch.nn.functional.silu,
         add_bias_linear=family.biases,
         add_qkv_bias=flag_value(hf, family.attention.qkv_bias),
+        attention_output_gate=family.attention.output_gate,
         qk_layernorm=has_qk_norm and not over_all_heads,
         norms_all_heads=has_qk_norm and over_all_heads,
         norms_outputs=family.norms == "both",
@@ -459,14 +462,18 @@ def _torch_spec(
     elif prefers_onednn():
         use_fast_products(dense)
     layers = [dense] * get_num_layers_to_build(config)
+    first = get_transformer_layer_offset(config)
     if config.num_moe_experts is not None:
         sparse = _torch_layer_spec(config, config.num_moe_experts, norm)
-        first = get_transformer_layer_offset(config)
         for number in range(len(layers)):
             if config.moe_layer_freq[first + number]:
                 layers[number] = sparse
     for layer in {id(layer): layer for layer in layers}.values():
         _use_family_layers(layer, config, hf, parallel)
+    delta_nets = delta_net_layers(hf)
+    for number in range(len(layers)):
+        if first + number in delta_nets:
+            layers[number] = _with_delta_net(layers[number], hf)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -487,6 +494,12 @@ def _torch_layer_spec(config: ModelConfig, num_experts: int | None, norm: Any) -
         mlp.submodules.experts.submodules.activation_func = TorchSwiGLU
         mlp.submodules.shared_experts.submodules.activation_func = TorchSwiGLU
     return layer
+
+
+def _with_delta_net(layer: ModuleSpec, hf: Any) -> ModuleSpec:
+    """Returns the specification of a layer with a gated delta net instead of attention."""
+    delta_net = ModuleSpec(GatedDeltaNet, params={"sizes": delta_net_sizes(hf)})
+    return replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))
 
 
 def _use_family_layers(layer: ModuleSpec, config: ModelConfig, hf: Any, parallel: Parallel) -> None:
@@ -523,6 +536,17 @@ def _use_family_layers(layer: ModuleSpec, config: ModelConfig, hf: Any, parallel
 
 def _all_heads_norm(heads: int, parallel: Parallel) -> ModuleSpec:
     return ModuleSpec(AllHeadsNorm, params={"heads": heads, "group": parallel.tensor_group})
+
+
+def delta_net_sizes(hf: Any) -> DeltaNetSizes:
+    """Returns the sizes of the gated delta nets of a model."""
+    return DeltaNetSizes(
+        key_heads=hf.linear_num_key_heads,
+        value_heads=hf.linear_num_value_heads,
+        key=hf.linear_key_head_dim,
+        value=hf.linear_value_head_dim,
+        kernel=hf.linear_conv_kernel_dim,
+    )
 
 
 def latent_sizes(hf: Any) -> LatentSizes:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,48 @@ def _split_fused_qkv(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) 
     head = len(tensors[0]) // (heads + 2 * groups)
     parts = tensors[0].split([heads * head, groups * head, groups * head])
     return _split_qkv(list(parts), rank, size, hf)
+
+
+def _split_gated_qkv(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
+    """Returns this rank's key-value groups of attention with output gates.
+
+    The file has the gates of a head after its queries. For each group, Megatron stores its query
+    heads, their gates, its key, then its value.
+    """
+    queries_and_gates, key, value = tensors
+    by_head = queries_and_gates.unflatten(0, (hf.num_attention_heads, 2, -1))
+    query = by_head[:, 0].flatten(0, 1)
+    gate = by_head[:, 1].flatten(0, 1)
+    return _split_qkv([query, gate, key, value], rank, size, hf)
+
+
+def _join_gated_qkv(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
+    """Returns query and gate, key and value; the inverse of `_split_gated_qkv`."""
+    joined = torch.cat(shards).unflatten(0, (hf.num_key_value_heads, -1))
+    queries = hf.num_attention_heads // hf.num_key_value_heads
+    head = joined.shape[1] // (2 * queries + 2)
+    query, gate, key, value = joined.split([queries * head, queries * head, head, head], 1)
+    by_head = [part.reshape(hf.num_attention_heads, head, -1) for part in (query, gate)]
+    return [torch.cat(by_head, 1).flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)]
+
+
+def _three_parts(hf: Any) -> list[int]:
+    """Returns the channels of the queries, keys and values of a gated delta net."""
+    keys = hf.linear_num_key_heads * hf.linear_key_head_dim
+    return [keys, keys, hf.linear_num_value_heads * hf.linear_value_head_dim]
+
+
+def _split_three_parts(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
+    """Returns this rank's channels of queries, of keys, and of values."""
+    parts = tensors[0].split(_three_parts(hf))
+    return torch.cat([part.chunk(size)[rank] for part in parts])
+
+
+def _join_three_parts(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
+    """Returns the channels of all ranks; the inverse of `_split_three_parts`."""
+    sizes = [part // len(shards) for part in _three_parts(hf)]
+    by_part = zip(*(shard.split(sizes) for shard in shards), strict=True)
+    return [torch.cat([torch.cat(part) for part in by_part])]
 
 
 def _split_gated(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
@@ -127,12 +170,14 @@ LAYOUTS = {
     "vocab": Layout(_split_vocab, lambda shards, hf: [torch.cat(shards)[: hf.vocab_size]]),
     "qkv": Layout(_split_qkv, _join_qkv),
     "fused_qkv": Layout(_split_fused_qkv, lambda shards, hf: [torch.cat(_join_qkv(shards, hf))]),
+    "gated_qkv": Layout(_split_gated_qkv, _join_gated_qkv),
     "gated": Layout(_split_gated, _join_gated),
     "transposed": Layout(
         lambda t, rank, size, hf: t[0].mT,
         lambda shards, hf: [shards[0].mT],
     ),
     "alternating": Layout(_split_alternating, _join_alternating),
+    "three_parts": Layout(_split_three_parts, _join_three_parts),
     "fused_gated": Layout(
         _split_fused_gated, lambda shards, hf: [torch.cat(_join_gated(shards, hf))]
     ),
