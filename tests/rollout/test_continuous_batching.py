@@ -54,6 +54,7 @@ FAMILIES = [
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "qwen3_next",
 ]
 SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},

@@ -273,6 +273,8 @@ class ContinuousBatching:
             cached = len(slot.tokens)
             if slot.work is None and cached <= most and slot.tokens == tokens[:cached]:
                 return slot, cached
+        if self._cache.has_states:
+            return self._complete_prefix(tokens)
         best: Slot | None = None
         longest = 0
         for slot in chain(own, self._slots):
@@ -287,6 +289,29 @@ class ContinuousBatching:
             if shared >= least:
                 best = slot
                 longest = shared
+        return best, longest
+
+    def _complete_prefix(self, tokens: list[int]) -> tuple[Slot | None, int]:
+        """Finds the slot with the longest sequence that is a beginning of `tokens`.
+
+        States of a recurrence are those after a slot's last token, so that a part of its tokens
+        cannot be shared.
+
+        Returns:
+            The slot, and the number of its tokens. If a slot will have all `tokens` after its
+            prefill, their number.
+        """
+        best: Slot | None = None
+        longest = MIN_SHARED - 1
+        for slot in self._slots:
+            if len(slot.pending) > 1 and slot.tokens + slot.pending == tokens:
+                return slot, len(tokens)
+            cached = len(slot.tokens)
+            if longest < cached < len(tokens) and slot.tokens == tokens[:cached]:
+                best = slot
+                longest = cached
+        if best is None:
+            return None, 0
         return best, longest
 
     def _slot_for(self, work: Work, capacity: int, source: Slot | None, shared: int) -> Slot:
@@ -354,7 +379,9 @@ class ContinuousBatching:
                 self._remove(newest)
         if capacity < self._cache.capacity:
             for slot in self._slots:
-                del slot.tokens[capacity:]
+                # A state of fewer tokens is not known.
+                kept = 0 if self._cache.has_states and len(slot.tokens) > capacity else capacity
+                del slot.tokens[kept:]
         slots = self._cache.slots
         if len(self._slots) >= slots:
             wanted = len(self._slots) + len(self._waiting) + 1
@@ -408,7 +435,7 @@ class ContinuousBatching:
             for work in works:
                 work.waited += 1
             return False
-        for batch in prefill_batches(slots):
+        for batch in self._prefill_batches(slots):
             fed = [slot.pending[:PREFILL_COLUMNS] for slot in batch]
             for index, slot in enumerate(batch, start=self._decoding):
                 self._swap(slot, index)
@@ -418,6 +445,19 @@ class ContinuousBatching:
             self.counts["passes"] += 1
             self.counts["prefilled"] += sum(map(len, fed))
         return bool(slots)
+
+    def _prefill_batches(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+        """Groups slots into prefill passes."""
+        if not self._cache.has_states:
+            yield from prefill_batches(slots)
+            return
+        # Padding on the left changes a state, unless it is that before the first token.
+        groups: dict[int, list[Slot]] = defaultdict(list)
+        for slot in slots:
+            columns = min(len(slot.pending), PREFILL_COLUMNS) if slot.tokens else 0
+            groups[columns].append(slot)
+        for group in groups.values():
+            yield from prefill_batches(group)
 
     def _decode(self) -> bool:
         """Feeds the last tokens and samples the next; returns whether a request was answered."""
@@ -438,6 +478,7 @@ class ContinuousBatching:
         """
         self._arrange()
         slots = self._slots[first : first + len(fed)]
+        self._cache.clear_states([slot.index for slot in slots if not slot.tokens])
         device = self.model.device
         columns = max(map(len, fed))
         padded = [[0] * (columns - len(tokens)) + tokens for tokens in fed]
@@ -455,6 +496,7 @@ class ContinuousBatching:
             keys=round_up(longest, self.key_block),
             columns=columns,
         )
+        is_fed_BT: Tensor | None = None
         if min(lengths) == longest and min(map(len, fed)) == columns:
             # All rows have equal positions: one row of positions and of the mask is broadcast.
             positions_BT = positions_BT[:1]
@@ -468,7 +510,7 @@ class ContinuousBatching:
             window.position_T = positions_BT[window.row_T, window.column_T]
         self._cache.begin(window)
         config = self.model.config
-        masks = attention_masks(config, positions_BT, window.keys, self.model.dtype)
+        masks = attention_masks(config, positions_BT, window.keys, self.model.dtype, is_fed_BT)
         with self._recorder or nullcontext():
             output = self.model(
                 input_ids=ids_BT,

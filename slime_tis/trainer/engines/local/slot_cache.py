@@ -1,4 +1,4 @@
-"""Requests in progress, and a key/value cache with one slot per sequence.
+"""Requests in progress, and a cache of keys, values and states with one slot per sequence.
 
 The cache has the interface of transformers' caches.
 
@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from slime_tis.families import FAMILIES
 from slime_tis.trainer.engines.function_requests import Generation, Request, StopStrings
@@ -166,6 +171,90 @@ class SlotTensor:
             tokens[targets] = tokens[sources]
 
 
+class SlotState:
+    """A tensor with a row per slot for what a recurrence remembers of all tokens so far."""
+
+    def __init__(self) -> None:
+        self._data: Tensor | None = None
+
+    def write(self, window: Window, states: Tensor) -> None:
+        """Replaces the states [rows, …] of the slots of a pass."""
+        if self._data is None:
+            self._data = states.new_zeros(window.all_slots, *states.shape[1:])
+        self._data.narrow(0, window.first, window.slots).copy_(states)
+
+    def read(self, window: Window) -> Tensor | None:
+        """A view of the states of the slots of a pass; None before the first pass."""
+        if self._data is None:
+            return None
+        return self._data.narrow(0, window.first, window.slots)
+
+    def resize(self, slots: int, capacity: int) -> None:
+        """Changes the number of slots."""
+        if self._data is None:
+            return
+        old = self._data
+        kept_slots = min(len(old), slots)
+        self._data = old.new_zeros(slots, *old.shape[1:])
+        self._data[:kept_slots] = old[:kept_slots]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copies rows to other rows, all at once."""
+        if self._data is not None:
+            self._data[targets] = self._data[sources]
+
+    def clear(self, rows: list[int]) -> None:
+        """Sets rows to the state before the first token."""
+        if self._data is not None:
+            self._data[rows] = 0
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers has no types
+    """The states of one gated delta net in slots: its last tokens, and its recurrence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot_convolution = SlotState()
+        self.slot_recurrence = SlotState()
+        self._window: Window
+
+    @property
+    def window(self) -> Window:
+        """The slots of the pass."""
+        return self._window
+
+    @window.setter
+    def window(self, window: Window) -> None:
+        self._window = window
+        # transformers' cache reads these two, if there is a previous state.
+        self.conv_states[0] = self.slot_convolution.read(window)
+        self.recurrent_states[0] = self.slot_recurrence.read(window)
+        self.has_previous_state[0] = self.recurrent_states[0] is not None
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Keeps the last columns of states [rows, channels, columns].
+
+        Returns:
+            The columns kept by the previous pass, and these.
+        """
+        assert conv_kernel_size is not None  # Qwen3-Next and Qwen3.5 give it
+        before = self.conv_states[0]
+        if before is None:
+            before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size)
+        joined = torch.cat([before, conv_states], -1)
+        self.slot_convolution.write(self.window, joined[..., -conv_kernel_size:])
+        return joined
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keeps states [rows, heads, d_k, d_v]."""
+        self.slot_recurrence.write(self.window, recurrent_states)
+        return recurrent_states
+
+
 class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """Keys and values of one layer in slots."""
 
@@ -193,7 +282,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
 
 
 class SlotCache:
-    """Keys and values of every layer, and recorded routing, in slots of equal size."""
+    """Keys and values or states of every layer, and recorded routing, in slots of equal size."""
 
     window: Window
 
@@ -205,11 +294,24 @@ class SlotCache:
         self.capacity = 0
         """Size of a slot, in tokens."""
         self._device = device
-        self._layers = [SlotLayer(dtype) for _ in DynamicCache(config=config).layers]
+        self._layers: list[SlotLayer | StateLayer] = []
+        for layer in DynamicCache(config=config).layers:
+            self._layers.append(_slot_layer(layer, dtype))
         self._experts = SlotTensor(token_dim=1)
         self._weights = SlotTensor(token_dim=1)
         self.states = DynamicCache(config=config)
         self.states.layers = self._layers
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer has states, which are those after the last token only."""
+        return any(isinstance(layer, StateLayer) for layer in self._layers)
+
+    def clear_states(self, rows: list[int]) -> None:
+        """Sets the states of rows to those before the first token."""
+        for tensor in self._tensors():
+            if isinstance(tensor, SlotState):
+                tensor.clear(rows)
 
     def begin(self, window: Window) -> None:
         """Sets the slots of the next forward pass."""
@@ -245,19 +347,30 @@ class SlotCache:
         weights = self._weights.read(slot, 1, length)[0].clone()
         return experts, weights
 
-    def _tensors(self) -> Iterator[SlotTensor]:
+    def _tensors(self) -> Iterator[SlotTensor | SlotState]:
         for layer in self._layers:
-            yield layer.slot_keys
-            yield layer.slot_values
+            if isinstance(layer, StateLayer):
+                yield layer.slot_convolution
+                yield layer.slot_recurrence
+            else:
+                yield layer.slot_keys
+                yield layer.slot_values
         yield self._experts
         yield self._weights
+
+
+def _slot_layer(layer: CacheLayerMixin, dtype: torch.dtype | None) -> SlotLayer | StateLayer:
+    """Returns the layer that has slots in the place of a layer of transformers' cache."""
+    if isinstance(layer, LinearAttentionLayer):
+        return StateLayer()
+    return SlotLayer(dtype)
 
 
 def check_config(config: PreTrainedConfig) -> None:
     """Checks that the cache can replace transformers' and that a row does not depend on the batch.
 
     Raises:
-        ValueError: A layer has no full key/value cache, or rotary embeddings depend on the batch.
+        ValueError: The cache of a layer is not known, or rotary embeddings depend on the batch.
     """
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
     supported = {DynamicLayer.__name__}
@@ -265,6 +378,8 @@ def check_config(config: PreTrainedConfig) -> None:
     if family is not None and family.attention.window is not None:
         # Slots keep all keys, and the masks hide those outside of the window.
         supported.add(DynamicSlidingWindowLayer.__name__)
+    if family is not None and family.attention.has_delta_nets:
+        supported.add(LinearAttentionLayer.__name__)
     others = sorted(kinds - supported)
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     rope = rope_parameters.get("rope_type")
