@@ -273,13 +273,24 @@ def test_half_of_the_input_tokens_are_reused(family_run):
     assert family_run.scheduler.counts["reused"] > input_tokens / 2
 
 
-@pytest.fixture(scope="module")
-def turns_alone(batching: MakeScheduler) -> list[Turn]:
+CACHES = {"keys and values": "qwen3", "states": "qwen3_next"}
+"""Families by what their models remember of earlier tokens."""
+
+
+@dataclass
+class Alone:
     """Five conversations, each by a scheduler of its own."""
+
+    family: str
+    turns: list[Turn]
+
+
+@pytest.fixture(scope="module", params=CACHES.values(), ids=CACHES)
+def alone(request: pytest.FixtureRequest, batching: MakeScheduler) -> Alone:
     turns = []
     for number in range(5):
-        turns += run_conversations(batching("qwen3"), [number])
-    return turns
+        turns += run_conversations(batching(request.param), [number])
+    return Alone(request.param, turns)
 
 
 ARRIVALS: dict[str, dict[str, Any]] = {
@@ -290,13 +301,19 @@ ARRIVALS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("arrival", ARRIVALS.values(), ids=ARRIVALS)
-def test_answers_do_not_depend_on_arrival(batching, turns_alone, arrival):
-    assert_same_turns(turns_alone, run_conversations(batching("qwen3"), range(5), **arrival))
+def test_answers_do_not_depend_on_arrival(batching, alone, arrival):
+    assert_same_turns(alone.turns, run_conversations(batching(alone.family), range(5), **arrival))
 
 
-def test_answers_do_not_depend_on_the_batch_size(batching, turns_alone):
-    scheduler = batching("qwen3", max_batch=2)
-    assert_same_turns(turns_alone, run_conversations(scheduler, range(5)))
+def test_answers_do_not_depend_on_the_batch_size(batching, alone):
+    scheduler = batching(alone.family, max_batch=2)
+    assert_same_turns(alone.turns, run_conversations(scheduler, range(5)))
+
+
+@pytest.mark.parametrize("max_tokens", [8 * 32, 32], ids=["eight blocks", "one slot"])
+def test_answers_do_not_depend_on_the_memory_of_any_cache(batching, alone, max_tokens):
+    scheduler = batching(alone.family, max_batch_tokens=max_tokens)
+    assert_same_turns(alone.turns, run_conversations(scheduler, range(5)))
 
 
 LONG = Sampling(max_response_len=20, stop_token_ids=())
@@ -389,7 +406,10 @@ def generate_all(
     return asyncio.run(generate())
 
 
-@pytest.fixture(scope="module", params=["qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+ROUTED = ["qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"]
+
+
+@pytest.fixture(scope="module", params=ROUTED)
 def routed_run(request: pytest.FixtureRequest, batching: MakeScheduler) -> FamilyRun:
     """Conversations that share a prompt, with experts and their weights recorded."""
     scheduler = batching(request.param, records_routing=True)
@@ -595,15 +615,16 @@ class ChunkedPrefill:
     """Passes of the prefill in several parts."""
 
 
-@pytest.fixture(scope="module")
-def chunked_prefill(batching: MakeScheduler) -> ChunkedPrefill:
+@pytest.fixture(scope="module", params=CACHES.values(), ids=CACHES)
+def chunked_prefill(request: pytest.FixtureRequest, batching: MakeScheduler) -> ChunkedPrefill:
+    family = request.param
     draw = random.Random(0)
     inputs = []
     for length in (300, 40, 7, 2, 0):
         inputs.append([1, *draw.choices(range(3, 60), k=length)])
     sessions = [None] * len(inputs)
-    one_part = generate_all(batching("qwen3"), inputs, sessions=sessions)
-    scheduler = batching("qwen3")
+    one_part = generate_all(batching(family), inputs, sessions=sessions)
+    scheduler = batching(family)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continuous_batching, "PREFILL_COLUMNS", 16)
         patch.setattr(continuous_batching, "PREFILL_TOKENS", 40)
@@ -620,6 +641,29 @@ def test_prefill_in_parts_changes_no_answer(chunked_prefill):
 
 def test_long_inputs_are_prefilled_in_parts(chunked_prefill):
     assert chunked_prefill.passes >= 19
+
+
+def test_equal_inputs_of_a_recurrence_are_computed_once(batching):
+    scheduler = batching("qwen3_next")
+    generate_all(scheduler, [PROMPT] * 5)
+    assert scheduler.counts["prefilled"] == len(PROMPT)
+
+
+def test_a_part_of_a_recurrence_is_not_shared(batching):
+    scheduler = batching("qwen3_next")
+    generate_all(scheduler, [PROMPT, [*PROMPT[:-1], 3]])
+    assert scheduler.counts["reused"] == 0
+
+
+def test_the_state_of_a_beginning_is_shared(batching):
+    scheduler = batching("qwen3_next")
+    (first,) = generate_all(scheduler, [PROMPT])
+    longer = [*PROMPT, *first.token_ids, 3, 4]
+    # Another conversation, which continues a copy of the first one's state.
+    (shared,) = generate_all(scheduler, [longer], sessions=["other"])
+    (alone,) = generate_all(batching("qwen3_next"), [longer], sessions=["other"])
+    assert scheduler.counts["reused"] == len(PROMPT) + len(first.token_ids) - 1
+    assert_same_log_probs(shared, alone)
 
 
 @dataclass
