@@ -22,6 +22,8 @@ IN_A_LAYER = (
     "query projection",
     "key projection",
     "value projection",
+    "query-key-value-gate projection",
+    "rate-decay projection",
     "key-value latent projection",
     "key-value latent norm",
     "query norm",

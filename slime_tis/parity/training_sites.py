@@ -41,6 +41,10 @@ OUTPUTS = {
     "self_attention.linear_kv_down_proj": "key-value latent projection",
     "self_attention.kv_layernorm": "key-value latent norm",
     "self_attention.linear_proj": "output projection",
+    # Gated delta nets.
+    "self_attention.in_proj_qkvz": "query-key-value-gate projection",
+    "self_attention.in_proj_ba": "rate-decay projection",
+    "self_attention.out_proj": "output projection",
     "pre_mlp_layernorm": "norm before MLP",
     "mlp.shared_experts": "shared expert",
     "mlp.linear_fc2": "down projection",
@@ -50,6 +54,7 @@ OUTPUTS = {
 """Operations by the module of a layer whose output they are."""
 INPUTS = {
     "self_attention.linear_proj": "attention",
+    "self_attention.out_proj": "attention",
     "pre_mlp_layernorm": "residual after attention",
     "mlp.linear_fc2": "activation",
 }
@@ -131,7 +136,11 @@ def _layer_sites(modules: dict[str, nn.Module], number: int, config: Any) -> lis
         # Ranks divide the rows of joint projections, and not always by groups.
         return sites
     if QKV in modules:
-        split, join = _qkv_layout(config.num_attention_heads, config.num_query_groups)
+        split, join = _qkv_layout(
+            config.num_attention_heads,
+            config.num_query_groups,
+            has_gates=config.attention_output_gate,
+        )
         query_key_value = (
             Operation("query projection", number),
             Operation("key projection", number),
@@ -167,23 +176,27 @@ def _can_record(module: nn.Module | None, *, is_input: bool) -> bool:
 
 
 def _qkv_layout(
-    heads: int, groups: int
+    heads: int, groups: int, *, has_gates: bool
 ) -> tuple[Callable[[Tensor], list[Tensor]], Callable[[Sequence[Tensor], Tensor], Tensor]]:
     """Returns functions between megatron-core's joint projection and transformers' three.
 
-    megatron-core's features are, per group: its queries, its key, its value.
+    megatron-core's features are, per group: its queries, their output gates if there are any, its
+    key, its value. transformers has the gate of a head after its query.
     """
     queries = heads // groups
+    kinds = 2 if has_gates else 1
 
     def split(value: Tensor) -> list[Tensor]:
-        grouped = value.unflatten(-1, (groups, queries + 2, -1))
-        parts = grouped.split([queries, 1, 1], -2)
-        return [part.flatten(-3) for part in parts]
+        grouped = value.unflatten(-1, (groups, kinds * queries + 2, -1))
+        query, key, keys_value = grouped.split([kinds * queries, 1, 1], -2)
+        by_head = query.unflatten(-2, (kinds, queries)).transpose(-3, -2)
+        return [by_head.flatten(-4), key.flatten(-3), keys_value.flatten(-3)]
 
     def join(parts: Sequence[Tensor], value: Tensor) -> Tensor:
         query, key, keys_value = parts
+        by_head = query.unflatten(-1, (groups, queries, kinds, -1))
         grouped = [
-            query.unflatten(-1, (groups, queries, -1)),
+            by_head.transpose(-3, -2).flatten(-3, -2),
             key.unflatten(-1, (groups, 1, -1)),
             keys_value.unflatten(-1, (groups, 1, -1)),
         ]
@@ -234,7 +247,9 @@ def _recorded_rope(decoder_layers: Any, recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as stack:
         for number, layer in enumerate(decoder_layers):
-            attention = layer.self_attention.core_attention
+            attention = getattr(layer.self_attention, "core_attention", None)
+            if attention is None:  # a gated delta net
+                continue
             stack.callback(attention.register_forward_pre_hook(entered(number)).remove)
         # `layers` is for plain layers, the other module for those of --true-on-policy.
         for owner in (layers, invariant_operations):

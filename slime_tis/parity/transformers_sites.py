@@ -41,6 +41,10 @@ OUTPUTS = {
     "self_attn.q_norm": "query norm",
     "self_attn.k_norm": "key norm",
     "self_attn.o_proj": "output projection",
+    # Gated delta nets.
+    "linear_attn.in_proj_qkvz": "query-key-value-gate projection",
+    "linear_attn.in_proj_ba": "rate-decay projection",
+    "linear_attn.out_proj": "output projection",
     # GLM-4.
     "post_self_attn_layernorm": "norm after attention",
     "post_attention_layernorm": "norm before MLP",
@@ -59,6 +63,7 @@ OUTPUTS = {
 """Operations by the module of a layer whose output they are."""
 INPUTS = {
     "self_attn.o_proj": "attention",
+    "linear_attn.out_proj": "attention",
     "post_attention_layernorm": "residual after attention",
     "mlp.down_proj": "activation",
 }
@@ -210,15 +215,16 @@ def _router_hook(number: int, recorder: Recorder) -> Callable[..., Any]:
 def _recorded_rope(model: Any, recorder: Recorder) -> Iterator[None]:
     """Records rotated queries and keys, by replacing the function that rotates them."""
     layers = layers_of(model)
-    attentions = []
-    for layer in layers:
+    attentions: dict[int, nn.Module] = {}
+    for number, layer in enumerate(layers):
         attention = _submodule(layer, "self_attn")
         if attention is not None:
-            attentions.append(attention)
+            attentions[number] = attention
     if not attentions:
         yield
         return
-    python_module = sys.modules[type(attentions[0]).__module__]
+    first_attention = next(iter(attentions.values()))
+    python_module = sys.modules[type(first_attention).__module__]
     original = getattr(python_module, ROPE, None)
     # The rotation does not know its layer.
     running_layer = [0]
@@ -241,7 +247,7 @@ def _recorded_rope(model: Any, recorder: Recorder) -> Iterator[None]:
         return hook
 
     with ExitStack() as stack:
-        for number, attention in enumerate(attentions):
+        for number, attention in attentions.items():
             stack.callback(attention.register_forward_pre_hook(entered(number)).remove)
         stack.enter_context(replaced_attribute(python_module, ROPE, rotate))
         yield

@@ -105,6 +105,8 @@ OPERATIONS = {
     # Without the output projection, whose bias training adds with the residual.
     "gpt_oss": 3 + 2 * 12,
     "qwen3_moe": 3 + 2 * 15,
+    # A gated delta net, which has no keys and values, and attention with norms of heads.
+    "qwen3_next": 3 + 10 + 15,
     "glm4_moe": 3 + 15 + 14,
 }
 """Number of operations that transformers and training both show, by model type."""
