@@ -408,10 +408,23 @@ def _check_fields(model: Mapping[str, Any], where: str) -> None:
             f"{where} {problem}, which changes the model's numbers and is not supported for"
             f" {family.title}; choose a checkpoint without it."
         )
+    if family.attention.has_delta_nets:
+        _check_delta_net_sizes(model, where)
     if family.attention.latent:
         _check_latent_sizes(model, where)
     else:
         _check_head_sizes(model, where)
+
+
+def _check_delta_net_sizes(model: Mapping[str, Any], where: str) -> None:
+    """Refuses heads of gated delta nets that do not divide."""
+    keys = model.get("linear_num_key_heads") or 1
+    values = model.get("linear_num_value_heads") or keys
+    if values % keys:
+        raise ValueError(
+            f"{where} linear_num_value_heads {values}, which must be a multiple of"
+            f" linear_num_key_heads {keys}."
+        )
 
 
 def _check_latent_sizes(model: Mapping[str, Any], where: str) -> None:

@@ -267,7 +267,7 @@ OTHER_EXPERIMENTS = {
     "another optimizer": ("--optimizer muon", "always adam here"),
     "images": ("--multimodal-keys '{}'", "prompts are text"),
     "hook of Megatron": ("--custom-megatron-init-path a.b", "inside the training engine"),
-    "gated attention": ("--use-gated-attention", "layers that this program lacks"),
+    "layers of another model": ("--freeze-indexer", "layers that this program lacks"),
 }
 
 

@@ -491,6 +491,8 @@ SMOLLM2 = {
     "norms_outputs": False,
     "latent_query_channels": None,
     "latent_width": 0,
+    "attention_output_gate": False,
+    "delta_net_values": 0,
     "use_te_activation_func": True,
 }
 HEAD = 12 * 576
@@ -564,6 +566,24 @@ CASES = {
         0,
         -1,
         4 * 30 * (4 * 576 + 2 * 9 * 96 + 3 * 9 * 64 + 700 + 2 * 1536) + HEAD,
+    ),
+    "output gates": (
+        {"attention_output_gate": True},
+        0,
+        -1,
+        4 * 30 * (PER_LAYER + 3 * 576) + HEAD,
+    ),
+    "gated delta nets, float32": (
+        {"delta_net_values": 20000},
+        0,
+        -1,
+        4 * 30 * (4 * 576 + 20000 + 2 * 1536) + HEAD,
+    ),
+    "gated delta nets, bf16": (
+        BF16 | {"delta_net_values": 20000},
+        0,
+        -1,
+        2 * 30 * (4 * 576 + 2 * 20000 + 2 * 1536) + 10 * 576,
     ),
     "norms of outputs": ({"norms_outputs": True}, 0, -1, 4 * 30 * (PER_LAYER + 2 * 576) + HEAD),
     "norms of queries and keys": (

@@ -37,7 +37,12 @@ from slime_tis.trainer.storage.checkpoint_files import (
 )
 from slime_tis.trainer.storage.directories import LOCK, held, same_path, unwritable
 
-TENSOR_PARTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+TENSOR_PARTS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "linear_num_key_heads",
+)
 """Sizes of config.json that tensor-parallel ranks divide."""
 EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 """Options of experts that have no effect if they are 1."""

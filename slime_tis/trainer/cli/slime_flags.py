@@ -91,6 +91,15 @@ RESTATED: Mapping[str, Restated] = {
     "--disable-bias-linear": Restated("mlp_bias", (False,)),
     "--add-qkv-bias": Restated("attention_bias", (True,)),
     "--qk-layernorm": Restated("qk_norm", (True,)),
+    "--use-gated-attention": Restated("output_gate", (True,)),
+    "--attention-output-gate": Restated("output_gate", (True,)),
+    "--apply-layernorm-1p": Restated("zero_centered_norms", (True,)),
+    "--linear-attention-freq": Restated("full_attention_interval"),
+    "--linear-conv-kernel-dim": Restated("linear_conv_kernel_dim"),
+    "--linear-num-key-heads": Restated("linear_num_key_heads"),
+    "--linear-num-value-heads": Restated("linear_num_value_heads"),
+    "--linear-key-head-dim": Restated("linear_key_head_dim"),
+    "--linear-value-head-dim": Restated("linear_value_head_dim"),
     "--post-self-attn-layernorm": Restated("output_norms", (True,)),
     "--post-mlp-layernorm": Restated("output_norms", (True,)),
     "--untie-embeddings-and-output-weights": Restated("tie_word_embeddings", (False,)),
@@ -228,8 +237,7 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
     ),
     "--multimodal-keys": "prompts are text; use slime for images",
     (
-        "--use-gated-attention --attention-output-gate --no-position-embedding "
-        "--apply-layernorm-1p --qwen-gdn-backend --freeze-indexer"
+        "--no-position-embedding --freeze-indexer"
     ): (LAYERS),
 }
 """Advice on flags of training that this program cannot do, which `slime-tis port` refuses.
@@ -278,7 +286,7 @@ ADVICE: Mapping[str, str] = {
         "--attention-backend --no-rope-fusion --no-masked-softmax-fusion "
         "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion "
         "--make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
-        "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp "
+        "--qwen-gdn-backend --enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp "
         "--recompute-loss-function --distributed-backend"
     ): ("train.py chooses kernels, padding and buffers; remove it"),
     "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers": (
@@ -440,6 +448,11 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[name]
     facts["rotary_interleaved"] = _family_fact(facts, family.attention.turns_neighbors)
     facts["output_norms"] = family.norms != "inputs"
+    kinds = facts.get("layer_types")
+    if isinstance(kinds, list) and "full_attention" in kinds:
+        facts.setdefault("full_attention_interval", kinds.index("full_attention") + 1)
+    facts["output_gate"] = family.attention.output_gate
+    facts["zero_centered_norms"] = family.norm_offset == 1.0
     facts["latent_attention"] = family.attention.latent
     if family.attention.latent:
         # Megatron's --kv-channels is the size of a value; the norms are those of latent vectors.

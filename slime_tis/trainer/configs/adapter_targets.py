@@ -24,6 +24,12 @@ def check_adapters(megatron: MegatronConfig, family: Family) -> None:
                 f"{subject} but it adapts {', '.join(others)}; only {', '.join(LORA_TARGETS)} can"
                 " have adapters."
             )
+    if family.attention.has_delta_nets:
+        flag = "--lora-rank" if path is None else "--lora-adapter-path"
+        raise ValueError(
+            f"{flag} is given but most layers of {family.title} have a gated delta net, whose"
+            " projections get no adapters; remove it, which trains all weights."
+        )
     fused = sorted(set(targets) - _projections(family))
     if fused:
         raise ValueError(

@@ -136,7 +136,8 @@ def sequence_workload(hf: HfConfig, tokens: int) -> float:
         T · (T + P / A)
 
     A layer needs 2·P·T operations for its P weights per token, and 2·A·T² for causal attention of
-    width A. The output layer is left out: it sees only responses.
+    width A. P and A are means over the layers: a gated delta net has A = 0, and its recurrence
+    needs few operations next to its weights. The output layer is left out: it sees only responses.
 
     Source: slime, utils/flops_utils.py, calculate_fwd_flops.
 
@@ -145,15 +146,16 @@ def sequence_workload(hf: HfConfig, tokens: int) -> float:
         tokens: T, prompt and response.
     """
     sizes = dimensions(hf)
-    projections = 0
-    for name, weight in layer_weights(hf, is_sparse=False).items():
-        if name.startswith("self_attention."):
-            for tensor in weight.tensors:
-                projections += math.prod(sizes[dimension] for dimension in tensor.shape)
+    delta_net_share = len(delta_net_layers(hf)) / hf.num_hidden_layers
+    projections = (1 - delta_net_share) * _projection_weights(hf, has_delta_net=False)
+    if delta_net_share > 0:
+        projections += delta_net_share * _projection_weights(hf, has_delta_net=True)
     if "queries" in sizes:
         attention_width = float(sizes["queries"])
     else:
         attention_width = (sizes["latent_queries"] + sizes["values"]) / 2
+    # All layers may have delta nets.
+    attention_width = max((1 - delta_net_share) * attention_width, 1.0)
     inner_width = float(hf.intermediate_size)
     moe = moe_sizes(hf)
     if moe is not None:
@@ -162,6 +164,17 @@ def sequence_workload(hf: HfConfig, tokens: int) -> float:
         inner_width += sparse_share * (active_width - inner_width)
     weights = projections + 3 * hf.hidden_size * inner_width
     return tokens * (tokens + weights / attention_width)
+
+
+def _projection_weights(hf: Any, *, has_delta_net: bool) -> int:
+    """Returns the number of weights of attention or of a gated delta net."""
+    sizes = dimensions(hf)
+    count = 0
+    for name, weight in layer_weights(hf, is_sparse=False, has_delta_net=has_delta_net).items():
+        if name.startswith("self_attention."):
+            for tensor in weight.tensors:
+                count += math.prod(sizes[dimension] for dimension in tensor.shape)
+    return count
 
 
 @dataclass(frozen=True)
@@ -287,6 +300,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         qk_layernorm=has_qk_norm and not over_all_heads,
         norms_all_heads=has_qk_norm and over_all_heads,
         norms_outputs=family.norms == "both",
+        delta_net_values=_delta_net_values(hf),
         **_latent_options(hf),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -320,6 +334,13 @@ def _latent_options(hf: Any) -> dict[str, Any]:
         "latent_query_channels": sizes.plain + sizes.rotated,
         "latent_width": before_norms + after_norms,
     }
+
+
+def _delta_net_values(hf: Any) -> int:
+    """Returns the values per token that a gated delta net saves; 0 for a model without them."""
+    if not delta_net_layers(hf):
+        return 0
+    return delta_net_sizes(hf).saved_values
 
 
 def fields_in_common(config: MegatronConfig, megatron_class: type) -> dict[str, Any]:

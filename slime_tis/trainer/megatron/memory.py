@@ -139,6 +139,8 @@ def _values_of_a_layer(config: ModelConfig) -> float:
     * With norms of queries and keys, whose inputs are views of queries, keys and values as they
       leave their layer: these too.
     * Instead of these, with latent attention `_latent_values`, and the latent vectors.
+    * With output gates: 3 vectors of all queries. If a gated delta net saves more, its values, in
+      float32 and for the tokens of all context-parallel ranks.
     * Gate and up of the MLP: 2 inner vectors, 4 for an expert, 5 with transformer-engine.
     * The inputs of the experts, sorted by expert: one hidden vector for each chosen expert.
     """
@@ -157,6 +159,10 @@ def _values_of_a_layer(config: ModelConfig) -> float:
         latents = config.latent_width * _hidden_values(config) / config.hidden_size
     if config.qk_layernorm or config.norms_all_heads:
         attention += queries + 2 * groups
+    if config.attention_output_gate:
+        attention += 3 * queries
+    delta_net = config.delta_net_values * config.context_parallel_size * 4
+    attention = max(attention, delta_net // config.params_dtype.itemsize)
     inner = inner_vectors * config.ffn_hidden_size
     expert_inputs: float = 0
     if config.num_moe_experts is not None:

@@ -20,6 +20,9 @@ class ModelConfig(TransformerConfig):  # type: ignore[misc]  # megatron-core has
     values. None with grouped queries."""
     latent_norm_epsilon: float | None = None
     """With latent attention, ε of the norms of latent vectors; None for transformers' value."""
+    delta_net_values: int = 0
+    """With gated delta nets, float32 values per token that one saves for autograd, over all
+    tensor-parallel ranks."""
     latent_width: int = 0
     """With latent attention, features of the latent vectors before and after their norms, which
     every tensor-parallel rank keeps."""

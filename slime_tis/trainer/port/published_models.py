@@ -81,6 +81,12 @@ PUBLISHED: Mapping[str, str] = {
         "--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 "
         f"--num-query-groups 4 --moe-ffn-hidden-size 1536 {_ROUTED} {_QWEN3} {_UNTIED}"
     ),
+    "qwen3-next-80b-a3b": (
+        "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 5120 --num-attention-heads 16 "
+        "--num-query-groups 2 --vocab-size 151936 --kv-channels 256 --qk-layernorm"
+        " --attention-output-gate --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512"
+        f" --moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate {_UNTIED}"
+    ),
     "llama-3.1-8b": (
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
         f"--num-query-groups 8 --vocab-size 128256 {_UNTIED}"
@@ -196,7 +202,7 @@ ARCHITECTURES: Mapping[str, str] = {
 OTHER_FAMILIES = re.compile(
     r"(kimi-(?!k2)|kimi-k2\.|deepseek-v2(?!-lite)|deepseek-v3\.2|deepseek-v[4-9]|"
     r"gemma-?[124]|gemma-?3n|gemma-?3-(4b|12b|27b)|mimo-v|minimax|nemotron|"
-    r"qwen3\.[5-9]|qwen3-next|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
+    r"qwen3\.[5-9]|qwen\d(\.\d)?-(vl|omni)|glm-?4-9b-chat|"
     r"glm-?5|mistral-small-3\.[1-9]|mistral-large|mixtral|"
     r"phi-[1-3]|phi-4-(mini|multimodal)|olmoe)"
 )
@@ -313,6 +319,12 @@ def _experts(given: Mapping[str, Flag], sizes: Mapping[str, Any]) -> dict[str, A
     """Returns the family of a mixture of experts, and the fields that its configuration needs."""
     if "kv_lora_rank" in sizes:
         return _latent_experts(given, sizes)
+    if "--attention-output-gate" in given:
+        return {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "norm_topk_prob": "--moe-router-pre-softmax" not in given,
+        }
     top_k = sizes.get("num_experts_per_tok", 1)
     score = given.get("--moe-router-score-function")
     if score is not None and score.values == ("sigmoid",):
