@@ -191,9 +191,7 @@ def stacks_experts(hf: Any) -> bool:
     return False
 
 
-def layer_weights(
-    hf: Any, *, is_sparse: bool, has_delta_net: bool = False
-) -> dict[str, Weight]:
+def layer_weights(hf: Any, *, is_sparse: bool, has_delta_net: bool = False) -> dict[str, Weight]:
     """Returns the weights of a layer of a model, by their Megatron name.
 
     Args:

@@ -67,9 +67,7 @@ def test_chunks_give_the_gradients_of_single_steps(length, mean):
 @pytest.mark.parametrize("chunk", [1, 2, 3, 16, 1000])
 def test_the_size_of_chunks_changes_only_rounding(chunk):
     inputs = make_inputs(37)
-    torch.testing.assert_close(
-        gated_delta_rule(*inputs, chunk=chunk), gated_delta_rule(*inputs)
-    )
+    torch.testing.assert_close(gated_delta_rule(*inputs, chunk=chunk), gated_delta_rule(*inputs))
 
 
 def test_numerical_derivatives_equal_the_gradients():

@@ -285,7 +285,7 @@ class Alone:
     turns: list[Turn]
 
 
-@pytest.fixture(scope="module", params=CACHES.values(), ids=CACHES)
+@pytest.fixture(scope="module", params=list(CACHES.values()), ids=list(CACHES))
 def alone(request: pytest.FixtureRequest, batching: MakeScheduler) -> Alone:
     turns = []
     for number in range(5):
@@ -615,7 +615,7 @@ class ChunkedPrefill:
     """Passes of the prefill in several parts."""
 
 
-@pytest.fixture(scope="module", params=CACHES.values(), ids=CACHES)
+@pytest.fixture(scope="module", params=list(CACHES.values()), ids=list(CACHES))
 def chunked_prefill(request: pytest.FixtureRequest, batching: MakeScheduler) -> ChunkedPrefill:
     family = request.param
     draw = random.Random(0)

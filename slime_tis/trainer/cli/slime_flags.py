@@ -236,9 +236,7 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
         " --custom-reward-post-process-path"
     ),
     "--multimodal-keys": "prompts are text; use slime for images",
-    (
-        "--no-position-embedding --freeze-indexer"
-    ): (LAYERS),
+    ("--no-position-embedding --freeze-indexer"): (LAYERS),
 }
 """Advice on flags of training that this program cannot do, which `slime-tis port` refuses.
 
@@ -286,8 +284,8 @@ ADVICE: Mapping[str, str] = {
         "--attention-backend --no-rope-fusion --no-masked-softmax-fusion "
         "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion "
         "--make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
-        "--qwen-gdn-backend --enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp "
-        "--recompute-loss-function --distributed-backend"
+        "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp "
+        "--recompute-loss-function --distributed-backend --qwen-gdn-backend"
     ): ("train.py chooses kernels, padding and buffers; remove it"),
     "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers": (
         "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the"

@@ -483,18 +483,15 @@ def _torch_spec(
     elif prefers_onednn():
         use_fast_products(dense)
     layers = [dense] * get_num_layers_to_build(config)
-    first = get_transformer_layer_offset(config)
     if config.num_moe_experts is not None:
         sparse = _torch_layer_spec(config, config.num_moe_experts, norm)
+        first = get_transformer_layer_offset(config)
         for number in range(len(layers)):
             if config.moe_layer_freq[first + number]:
                 layers[number] = sparse
     for layer in {id(layer): layer for layer in layers}.values():
         _use_family_layers(layer, config, hf, parallel)
-    delta_nets = delta_net_layers(hf)
-    for number in range(len(layers)):
-        if first + number in delta_nets:
-            layers[number] = _with_delta_net(layers[number], hf)
+    layers = _with_delta_nets(layers, config, hf)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -517,10 +514,18 @@ def _torch_layer_spec(config: ModelConfig, num_experts: int | None, norm: Any) -
     return layer
 
 
-def _with_delta_net(layer: ModuleSpec, hf: Any) -> ModuleSpec:
-    """Returns the specification of a layer with a gated delta net instead of attention."""
-    delta_net = ModuleSpec(GatedDeltaNet, params={"sizes": delta_net_sizes(hf)})
-    return replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))
+def _with_delta_nets(layers: list[ModuleSpec], config: ModelConfig, hf: Any) -> list[ModuleSpec]:
+    """Returns the layers of this pipeline stage with gated delta nets where the model has them."""
+    first = get_transformer_layer_offset(config)
+    delta_nets = delta_net_layers(hf)
+    replaced = []
+    for number, layer in enumerate(layers, start=first):
+        if number in delta_nets:
+            delta_net = ModuleSpec(GatedDeltaNet, params={"sizes": delta_net_sizes(hf)})
+            submodules = replace(layer.submodules, self_attention=delta_net)
+            layer = replace(layer, submodules=submodules)
+        replaced.append(layer)
+    return replaced
 
 
 def _use_family_layers(layer: ModuleSpec, config: ModelConfig, hf: Any, parallel: Parallel) -> None:

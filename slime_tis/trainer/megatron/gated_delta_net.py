@@ -56,10 +56,10 @@ class DeltaNetSizes:
         """
         repeated = self.value_heads * self.key
         values = self.value_heads * self.value
-        states = -(-repeated * self.value // CHUNK)
-        return 3 * self.convolved + 4 * repeated + 9 * values + 8 * self.value_heads * CHUNK + (
-            2 * states
-        )
+        vectors = 3 * self.convolved + 4 * repeated + 9 * values
+        matrices = 8 * self.value_heads * CHUNK
+        states = 2 * repeated * self.value // CHUNK
+        return vectors + matrices + states
 
 
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
@@ -182,9 +182,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         keys = self.key_heads * sizes.key
         values = self.value_heads * sizes.value
         sequences = rows.gather(inputs[:, None], rows.key_index).squeeze(1)
-        mixed, b, a = sequences.split(
-            [2 * keys + values, self.value_heads, self.value_heads], -1
-        )
+        mixed, b, a = sequences.split([2 * keys + values, self.value_heads, self.value_heads], -1)
         before = F.pad(mixed.mT, (sizes.kernel - 1, 0))
         convolved = F.silu(self.conv1d(before)).mT
         query, key, value = convolved.split([keys, keys, values], -1)
@@ -213,7 +211,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
 
     def _log_decay(self, a: Tensor) -> Tensor:
         """log α [rows, T, value heads] in float32: exp(A) overflows in float16."""
-        return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        log_decay: Tensor = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        return log_decay
 
     def sharded_state_dict(
         self,

@@ -70,9 +70,7 @@ def gated_delta_rule(
     # solved at once.
     system = beta * (key @ key.mT) * between
     right_sides = torch.cat([beta * values, beta * since_start * key], -1)
-    solution = torch.linalg.solve_triangular(
-        system, right_sides, upper=False, unitriangular=True
-    )
+    solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
     own, reads = solution.split([values.shape[-1], key.shape[-1]], -1)
     scores = (query @ key.mT) * between
     decayed_query = since_start * query
@@ -91,7 +89,8 @@ def gated_delta_rule(
 def _in_chunks(x: Tensor, size: int) -> Tensor:
     """[R, H, T, d] → [R, H, N, C, d]; zeros, which change no state, pad the last chunk."""
     padding = -x.shape[-2] % size
-    return F.pad(x, (0, 0, 0, padding)).unflatten(-2, (-1, size))
+    chunks: Tensor = F.pad(x, (0, 0, 0, padding)).unflatten(-2, (-1, size))
+    return chunks
 
 
 def _decays_between(log_decay: Tensor) -> Tensor:

@@ -275,6 +275,14 @@ class ContinuousBatching:
                 return slot, cached
         if self._cache.has_states:
             return self._complete_prefix(tokens)
+        return self._partial_prefix(session, tokens)
+
+    def _partial_prefix(
+        self, session: tuple[int, str | None], tokens: list[int]
+    ) -> tuple[Slot | None, int]:
+        """Returns `_longest_prefix` among slots of which any number of tokens can be shared."""
+        most = len(tokens) - 1
+        own = [slot for slot in self._slots if slot.session == session]
         best: Slot | None = None
         longest = 0
         for slot in chain(own, self._slots):
@@ -292,14 +300,9 @@ class ContinuousBatching:
         return best, longest
 
     def _complete_prefix(self, tokens: list[int]) -> tuple[Slot | None, int]:
-        """Finds the slot with the longest sequence that is a beginning of `tokens`.
+        """Returns `_longest_prefix` among slots of which all tokens are shared or none.
 
-        States of a recurrence are those after a slot's last token, so that a part of its tokens
-        cannot be shared.
-
-        Returns:
-            The slot, and the number of its tokens. If a slot will have all `tokens` after its
-            prefill, their number.
+        The states of a recurrence are those after the last token.
         """
         best: Slot | None = None
         longest = MIN_SHARED - 1
