@@ -14,6 +14,7 @@ OTHER_MODELS = {
         "gate_proj, up_proj, down_proj of this model are in experts",
     ),
     "fused projections": ("Phi3ForCausalLM", "Use --lora-target-modules down_proj o_proj."),
+    "recurrence": ("Qwen3NextForCausalLM", "--lora-rank is given but most layers of Qwen3-Next"),
     "fused gate": ("Glm4ForCausalLM", "has no gate_proj, up_proj, but fuses them"),
 }
 

@@ -39,6 +39,16 @@ REFUSED = {
         {"first_k_dense_replace": None},
         "no first_k_dense_replace",
     ),
+    "heads of values that keys do not divide": (
+        "qwen3_next",
+        {"linear_num_value_heads": 3},
+        "linear_num_value_heads 3, which must be a multiple of linear_num_key_heads 2",
+    ),
+    "a recurrence in a family without one": (
+        "qwen3",
+        {"layer_types": ["linear_attention", "full_attention"]},
+        "'linear_attention' in layer_types",
+    ),
     "dense layers before the first": (
         "deepseek_v2",
         {"first_k_dense_replace": -1},

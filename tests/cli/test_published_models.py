@@ -17,6 +17,8 @@ PARAMETERS = {
     "GLM-4-9B-0414": 9_400_279_040,
     "gemma-3-1b-it": 999_885_952,
     "gpt-oss-120b": 116_829_156_672,
+    # without its layers for multi-token prediction
+    "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     # without its layer for multi-token prediction
     "DeepSeek-V3": 671_026_419_200,
     "Kimi-K2-Instruct": 1_026_408_232_448,

@@ -79,5 +79,7 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # without experts, prompts are shared
+    "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1]}),
 }
 """Name → family and fields of config.json that differ from `tests.checkpoints.SIZES`."""

@@ -152,6 +152,11 @@ LAYOUTS = {
     ),
     "fused projections": ("phi3", 2, {"tensor_model_parallel_size": 2}),
     "norms over all heads": ("olmo2", 2, {"tensor_model_parallel_size": 2}),
+    "gated delta nets": (
+        "qwen3_next",
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
     "norms of outputs": ("glm4", 2, {"pipeline_model_parallel_size": 2}),
     "experts": (
         "qwen3_moe",

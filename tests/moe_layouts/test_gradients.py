@@ -12,6 +12,7 @@ FAMILY_MODELS_WITH_EXPERTS = (
     "deepseek_v2, queries without latent vectors",
     "deepseek_v3, YaRN, groups",
     "glm4_moe_lite",
+    "qwen3_next",
 )
 STACKED: dict[str, tuple[str, dict[str, Any]]] = {"gpt_oss": ("gpt_oss", {})}
 """Experts with biases, which tensor-parallel ranks do not divide."""

@@ -26,6 +26,7 @@ MODELS = {
     "deepseek_v3": ({}, REPLAY),
     "kimi_k2": ({}, REPLAY),
     "glm4_moe_lite": ({}, REPLAY),
+    "qwen3_next": ({}, REPLAY),
 }
 """Family → fields of config.json, and flags."""
 

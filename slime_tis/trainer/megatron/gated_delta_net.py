@@ -207,7 +207,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         wide = x.unflatten(-1, (self.key_heads, self.sizes.key)).float()
         scale = (wide.square().sum(-1, keepdim=True) + KEY_EPSILON).rsqrt()
         repeats = self.value_heads // self.key_heads
-        return (wide * scale).transpose(1, 2).repeat_interleave(repeats, 1)
+        normalized: Tensor = (wide * scale).transpose(1, 2)
+        return normalized.repeat_interleave(repeats, 1)
 
     def _log_decay(self, a: Tensor) -> Tensor:
         """log α [rows, T, value heads] in float32: exp(A) overflows in float16."""
