@@ -6,10 +6,9 @@ WITH_SLIME = (
     "train it with slime or miles, which take this project's corrections by"
     " --custom-tis-function-path"
 )
-_GATED_DELTA_NET = (
-    "Most layers of this family are gated delta nets. megatron-core 0.16.1 computes them only with"
-    " the GPU kernels of flash-linear-attention, and refuses packed sequences, on which all"
-    f" training here is built. Train Qwen3 or Qwen3-MoE here, or {WITH_SLIME}."
+_QWEN_WITH_IMAGES = (
+    "It reads images; only checkpoints for text are supported. Train Qwen3-Next, which has the same"
+    f" layers, Qwen3 or Qwen3-MoE here, or {WITH_SLIME}."
 )
 _INDEXER = (
     "Its attention sees only the tokens that an indexer chooses, and no layer here has one. Train"
@@ -17,11 +16,8 @@ _INDEXER = (
 )
 _IMAGES = "It reads images; only checkpoints for text are supported."
 UNSUPPORTED: Mapping[str, str] = {
-    "Qwen3NextForCausalLM": _GATED_DELTA_NET,
-    "Qwen3_5ForCausalLM": _GATED_DELTA_NET,
-    "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,
-    "Qwen3_5ForConditionalGeneration": _GATED_DELTA_NET,
-    "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA_NET,
+    "Qwen3_5ForConditionalGeneration": _QWEN_WITH_IMAGES,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_WITH_IMAGES,
     "DeepseekV32ForCausalLM": _INDEXER,
     "GlmMoeDsaForCausalLM": _INDEXER,
     "Gemma3ForConditionalGeneration": _IMAGES,
@@ -32,7 +28,7 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """Sentences for the message, by the architecture in config.json."""
 NAMES: Mapping[str, str] = {
-    r"qwen3(\.[5-9]|-next)": _GATED_DELTA_NET,
+    r"qwen3\.[5-9]": _QWEN_WITH_IMAGES,
     r"deepseek-v3\.2|glm-?5": _INDEXER,
 }
 """The same by a pattern of directory names in lower case, for scripts without the checkpoint."""

@@ -1,4 +1,4 @@
-"""Gated delta nets of the training engine: packing, long sequences, precision, checkpoints."""
+"""Gated delta nets of the training engine: packing, long sequences, checkpoints."""
 
 import pytest
 import torch
@@ -66,17 +66,7 @@ def test_a_packed_sequence_does_not_see_the_one_behind(engine):
     assert torch.equal(before_second, before_other)
 
 
-def test_bfloat16_is_near_float32(engine, checkpoint, parallel):
-    config = MegatronConfig(hf_checkpoint=str(checkpoint), bf16=True)
-    in_bf16 = TrainingEngine(config, parallel, temperature=1.0, total_steps=1)
-    tokens = random_tokens(LENGTHS)
-    exact = torch.cat(log_probs(engine, tokens))
-    rounded = torch.cat(log_probs(in_bf16, tokens))
-    # between the precisions of transformers itself, 0.032
-    assert (rounded - exact).abs().mean() < 0.05
-
-
 def test_states_of_heads_are_resumed_on_two_ranks(tmp_path):
     make_checkpoint(tmp_path / "model", "qwen3_next")
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    on_ranks(resumes_with_equal_weights, tmp_path, layout, 2)
+    on_ranks(resumes_with_equal_weights, tmp_path, layout)

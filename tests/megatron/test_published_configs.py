@@ -80,6 +80,7 @@ ROTATED = {
     "THUDM/GLM-4-9B-0414": (64, 10_000),
     "zai-org/GLM-4.5-Air": (64, 1_000_000),
     "zai-org/GLM-4.7-Flash": (64, 1_000_000),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (64, 10_000_000),
     "moonshotai/Moonlight-16B-A3B-Instruct": (64, 50_000),
     "mistralai/Mistral-Small-24B-Instruct-2501": (128, 100_000_000),
 }
