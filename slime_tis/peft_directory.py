@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.hf_tensors import FLOAT_TYPES, tensors_of
+from slime_tis.hf_tensors import FLOAT_TYPES, tensor_files, tensors_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
+    "layers_to_transform": (None,),
+    "exclude_modules": (None, [], ""),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "kasa_config": (None,),
@@ -111,6 +113,10 @@ def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
             another rank.
     """
     path = Path(directory) / CONFIG
+    if not path.is_file():
+        raise ValueError(
+            f"{subject} but it holds no {CONFIG}; give a directory that PEFT or --save-hf wrote."
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -119,12 +125,7 @@ def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
         ) from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{subject} but {quoted_path(path)} is no LoRA adapter of PEFT.")
-    for name, values in NEUTRAL.items():
-        if name in config and config[name] not in values:
-            raise ValueError(
-                f"{subject} but its {CONFIG} has {name} {quoted(config[name])}; only plain LoRA is"
-                " supported."
-            )
+    check_method(config, subject)
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
@@ -139,7 +140,74 @@ def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
         )
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)
-    return AdapterConfig(rank=rank, alpha=alpha, targets=_targets(directory, rank, subject))
+    targets = _targets(directory, rank, subject)
+    _check_target_modules(config.get("target_modules"), targets, subject)
+    return AdapterConfig(rank=rank, alpha=alpha, targets=targets)
+
+
+def check_method(config: Mapping[str, Any], subject: str) -> None:
+    """Refuses the settings of another method than plain LoRA.
+
+    Raises:
+        ValueError: A field of adapter_config.json has another value than with plain LoRA.
+    """
+    for name, values in NEUTRAL.items():
+        if name in config and config[name] not in values:
+            raise ValueError(
+                f"{subject} but its {CONFIG} has {name} {quoted(config[name])}; only plain LoRA is"
+                " supported."
+            )
+
+
+def check_base(directory: str | Path, model: str | Path, subject: str) -> None:
+    """Checks from the files' headers that an adapter belongs to a model.
+
+    Raises:
+        ValueError: A file cannot be read, or the model has no such layer or one of another shape.
+    """
+    weights = _shapes_of_weights(model)
+    for name, (_, shape) in tensors_of(Path(directory) / WEIGHTS).items():
+        match = TENSOR.fullmatch(name)
+        assert match is not None  # read_adapter_config refuses other names
+        weight = f"{match['layer']}.weight"
+        if weight not in weights:
+            raise ValueError(
+                f"{subject} but it adapts {match['layer']}, which {quoted_path(model)} does not"
+                " have; it belongs to another model."
+            )
+        dimension = 1 if match["matrix"] == "A" else 0
+        if shape[dimension] != weights[weight][dimension]:
+            raise ValueError(
+                f"{subject} but its tensor {name} has the shape {list(shape)}, and {weight} of"
+                f" {quoted_path(model)} has {list(weights[weight])}; it belongs to another model."
+            )
+
+
+def _shapes_of_weights(model: str | Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's tensors, from the headers of its files."""
+    shapes = {}
+    for path in set(tensor_files(model).values()):
+        for name, (_, shape) in tensors_of(path).items():
+            shapes[name] = shape
+    return shapes
+
+
+def _check_target_modules(modules: Any, targets: tuple[str, ...], subject: str) -> None:
+    """Refuses a list of layers that differs from the layers of the tensors.
+
+    PEFT ignores tensors of layers that are not listed.
+
+    Raises:
+        ValueError: The list has other layers.
+    """
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        return  # a regular expression, all-linear, or the default of PEFT
+    listed = sorted({name.rpartition(".")[2] for name in modules})
+    if listed != list(targets):
+        raise ValueError(
+            f"{subject} but its {CONFIG} has target_modules {', '.join(listed)}, and its tensors"
+            f" are of {', '.join(targets)}."
+        )
 
 
 def read_adapter_tensors(directory: str | Path, subject: str) -> "dict[str, Tensor]":
@@ -210,6 +278,10 @@ def _targets(directory: str | Path, rank: int, subject: str) -> tuple[str, ...]:
         ValueError: The file cannot be read, or a tensor is not an A or B of this rank.
     """
     path = Path(directory) / WEIGHTS
+    if not path.is_file():
+        raise ValueError(
+            f"{subject} but it holds no {WEIGHTS}; PEFT's save_pretrained writes this file."
+        )
     try:
         headers = tensors_of(path)
     except ValueError as error:

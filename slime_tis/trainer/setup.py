@@ -5,6 +5,7 @@ reporters
 """
 
 import copy
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ from slime_tis.trainer.first_difference import difference_from_rollout
 from slime_tis.trainer.invariant.self_check import Kernels, choose_kernels
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.architecture import invariant_shapes, read_hf_config
-from slime_tis.trainer.megatron.lora import lora_settings
+from slime_tis.trainer.megatron.lora import lora_settings, oversized_targets
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.on_policy_gate import OnPolicyGate, parity_advice
@@ -688,3 +689,10 @@ def report_settings(process: Process, engine: TrainingEngine) -> None:
             f" {', '.join(settings.targets)}; {trained:,} trained and {total - trained:,} frozen"
             " parameters on rank 0"
         )
+        oversized = oversized_targets(engine.model.module, settings.rank)
+        if oversized:
+            print_line(
+                f"warning: --lora-rank {settings.rank} is above the smaller side of"
+                f" {', '.join(oversized)}; a smaller rank reaches every change of these matrices.",
+                sys.stderr,
+            )

@@ -47,7 +47,7 @@ REFUSALS = [
     ("--lora-rank 8 --lora-target-modules ,", "--lora-target-modules names no layer"),
     ("--lora-rank 8 --lora-dropout 1", "--lora-dropout is 1.0 but must be at least 0 and below 1"),
     ("--lora-rank 8 --lora-adapter-path a", "the adapter has its rank"),
-    ("--lora-adapter-path absent", "'absent/adapter_config.json' cannot be read"),
+    ("--lora-adapter-path absent", "'absent' but it holds no adapter_config.json"),
     ("--merge-lora --save-hf a", "there is no adapter; add --lora-rank"),
     (
         f"{SGLANG} --lora-rank 8 --rollout-lora unmerged",

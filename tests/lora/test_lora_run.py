@@ -183,3 +183,15 @@ def test_a_resumed_run_may_send_its_adapter_otherwise(before, after, task, tmp_p
     flags += ["--load", str(tmp_path / "save"), "--rollout-lora", after]
     rows = run_here([*flags, "--num-rollout", "2"], tmp_path / "run")
     assert rows[1]["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_a_rank_above_the_size_of_a_matrix_is_a_warning(task, tmp_path, capsys):
+    flags = ["--lora-rank", "40", "--lora-target-modules", "q_proj", "--num-rollout", "1"]
+    run_here([*task, *flags], tmp_path / "run")
+    message = "warning: --lora-rank 40 is above the smaller side of q_proj (64 × 32); a smaller"
+    assert message in capsys.readouterr().err
+
+
+def test_no_warning_of_a_small_rank(task, tmp_path, capsys):
+    run_here([*task, "--lora-rank", "4", "--num-rollout", "1"], tmp_path / "run")
+    assert "--lora-rank" not in capsys.readouterr().err

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from slime_tis.peft_directory import check_base, read_adapter_config
 from slime_tis.trainer.megatron import sharded_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.lora.engines import (
@@ -143,8 +144,19 @@ SPOILED = {
         lambda path: change_tensors(path, lambda tensors: tensors.update({FIRST: INTEGERS})),
         "is of type I32, not one of F64, F32, F16, BF16",
     ),
-    "no config": (lambda path: (path / "adapter_config.json").unlink(), "cannot be read"),
-    "no tensors": (lambda path: (path / "adapter_model.safetensors").unlink(), "cannot be read"),
+    "no config": (lambda path: (path / "adapter_config.json").unlink(), "holds no adapter_config"),
+    "no tensors": (
+        lambda path: (path / "adapter_model.safetensors").unlink(),
+        "holds no adapter_model",
+    ),
+    "other layers than the list": (
+        lambda path: change_config(path, target_modules=["q_proj"]),
+        "has target_modules q_proj, and its tensors are of down_proj, gate_proj",
+    ),
+    "some layers of the model": (
+        lambda path: change_config(path, layers_to_transform=[0]),
+        r"has layers_to_transform \[0\]; only plain LoRA is supported",
+    ),
     "a missing tensor": (
         lambda path: change_tensors(path, lambda tensors: tensors.pop(FIRST)),
         "A and B of 14 layers",
@@ -163,7 +175,7 @@ SPOILED = {
         lambda path: change_tensors(
             path, lambda tensors: tensors.update({UNKNOWN: torch.zeros(4, 32)})
         ),
-        "A and B of 16 layers",
+        "its tensors are of down_proj, gate_proj, k_proj, lm_head",
     ),
 }
 
@@ -174,6 +186,36 @@ def test_other_directories_are_refused(spoil, message, model, parallel, tmp_path
     spoil(tmp_path / "adapter")
     with pytest.raises(ValueError, match=message):
         load(model, parallel, tmp_path / "adapter")
+
+
+TWO = ("q_proj", "down_proj")
+
+
+def test_listed_layers_may_have_prefixes(model, parallel, tmp_path):
+    sharded_checkpoint.save_adapter(tmp_path, build(model, parallel, lora_target_modules=TWO))
+    change_config(tmp_path, target_modules=["self_attn.q_proj", "mlp.down_proj"])
+    assert read_adapter_config(tmp_path, "x").targets == ("down_proj", "q_proj")
+
+
+OTHER_MODELS = {
+    "size": ({"hidden_size": 64}, "belongs to another model"),
+    "depth": ({"num_hidden_layers": 1}, "adapts model.layers.1.mlp.down_proj, which"),
+}
+
+
+@pytest.mark.parametrize(("sizes", "message"), OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_an_adapter_of_another_model_is_refused_by_its_headers(
+    sizes, message, model, parallel, tmp_path
+):
+    sharded_checkpoint.save_adapter(tmp_path / "adapter", build(model, parallel))
+    other = make_checkpoint(tmp_path / "other", "qwen3", **sizes)
+    with pytest.raises(ValueError, match=message):
+        check_base(tmp_path / "adapter", other, "--lora-adapter-path is 'adapter'")
+
+
+def test_an_adapter_of_the_model_is_accepted_by_its_headers(model, parallel, tmp_path):
+    sharded_checkpoint.save_adapter(tmp_path, build(model, parallel))
+    check_base(tmp_path, model, "x")
 
 
 def exports_and_loads(parallel, directory, layout):

@@ -71,6 +71,26 @@ def test_an_adapter_of_another_model_is_refused(model):
         local_engine(model).update_weights(lambda: [(name, torch.zeros(4, 32))], 1)
 
 
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+# tensors of the layer, and the message
+SHAPES = {
+    "A of another input": ({"A": (4, 8)}, r"has the shape \[4, 8\], .* needs \[rank, 32\]"),
+    "B of another output": ({"B": (8, 4)}, r"has the shape \[8, 4\], .* needs \[64, rank\]"),
+    "another rank than A": ({"A": (4, 32), "B": (64, 8)}, r"needs \[64, 4\]"),
+    "another rank than B": ({"B": (64, 8), "A": (4, 32)}, r"needs \[8, 32\]"),
+    "a vector": ({"A": (32,)}, r"has the shape \[32\], .* needs \[rank, 32\]"),
+}
+
+
+@pytest.mark.parametrize(("shapes", "message"), SHAPES.values(), ids=SHAPES)
+def test_tensors_of_another_shape_are_refused(shapes, message, model):
+    tensors = []
+    for matrix, shape in shapes.items():
+        tensors.append((f"{LAYER}.lora_{matrix}.weight", torch.zeros(shape)))
+    with pytest.raises(ValueError, match=message):
+        local_engine(model).update_weights(lambda: tensors, 1)
+
+
 def test_saved_adapters_are_restored(model, adapted, tmp_path):
     sampler = local_engine(model, "int8")
     sampler.update_weights(adapted.named_adapter_tensors, 1)

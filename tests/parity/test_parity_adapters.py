@@ -169,7 +169,7 @@ def test_few_samples_are_no_search(base, adapter, capsys):
 
 
 REFUSED = {
-    "no adapter": (["--adapter", "absent"], "--adapter is 'absent' but 'absent/adapter_config"),
+    "no adapter": (["--adapter", "absent"], "--adapter is 'absent' but it holds no adapter_config"),
     "another adapter without one": (["--other-adapter", "none"], "need --adapter"),
     "an older adapter without one": (["--older-adapter", "ADAPTER"], "need --adapter"),
     "shared operations": (

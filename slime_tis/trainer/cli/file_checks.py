@@ -22,6 +22,7 @@ from slime_tis.hf_directory import (
 )
 from slime_tis.hf_tensors import check_tensors
 from slime_tis.options import fields
+from slime_tis.peft_directory import check_base
 from slime_tis.trainer.cli.server_models import refuse_misread_model
 from slime_tis.trainer.configs.adapter_targets import check_adapters
 from slime_tis.trainer.configs.loop import ReportingConfig
@@ -280,10 +281,17 @@ def prompt_sizes(megatron: MegatronConfig, rollout: RolloutConfig) -> ModelSizes
 
 
 def check_weights(megatron: MegatronConfig) -> None:
-    """Checks in the headers of the weights that all tensors exist with the right shapes."""
+    """Checks in the headers of the weights that all tensors exist with the right shapes.
+
+    An adapter must have the shapes of the model's linear layers.
+    """
     for directory in (megatron.hf_checkpoint, megatron.ref_load):
         if directory is not None:
             check_tensors(directory, read_model_config(directory))
+    adapter = megatron.lora_adapter_path
+    if adapter is not None:
+        subject = f"--lora-adapter-path is {quoted_path(adapter)}"
+        check_base(adapter, megatron.hf_checkpoint, subject)
 
 
 def check_outputs(

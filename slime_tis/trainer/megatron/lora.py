@@ -296,6 +296,26 @@ def adapters_of(module: nn.Module) -> dict[str, Adapter]:
     return adapters
 
 
+def oversized_targets(module: nn.Module, rank: int) -> list[str]:
+    """Returns the projections of this rank whose complete matrix has a side below the rank.
+
+    Each is a text such as "k_proj (16 × 32)", with output and input features.
+    """
+    texts = []
+    for adapter in adapters_of(module).values():
+        shards = adapter.tp_group.size()
+        for name, down in adapter.down.items():
+            rows = adapter.output_sizes[name]
+            columns = down.shape[1]
+            if adapter.divides_input:
+                columns *= shards
+            else:
+                rows *= shards
+            if rank > min(rows, columns):
+                texts.append(f"{name} ({rows} × {columns})")
+    return list(dict.fromkeys(texts))  # once for all layers
+
+
 def is_adapter_parameter(name: str) -> bool:
     """Returns whether a name of `named_parameters` is that of an adapter's A or B."""
     return f".{PREFIX}" in name

@@ -18,6 +18,7 @@ from torch import Tensor
 from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, NetworkEdit
 from slime_tis.analysis.diagnosis.hypotheses.network import changed
 from slime_tis.errors import first_line, quoted_path
+from slime_tis.peft_directory import check_method
 
 Weights = Mapping[str, Tensor]
 """Tensors by name."""
@@ -48,6 +49,7 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
     merged = {}
     try:
         config = json.loads((Path(directory) / "adapter_config.json").read_text())
+        check_method(config, quoted_path(directory))
         divisor = config["r"]
         if config.get("use_rslora"):
             # Rank-stabilized LoRA divides by √r.
