@@ -272,6 +272,7 @@ docs: install  ## Write the generated parts of docs/: flags, packages, plots and
 	$(BIN)/python -m studies.engines.run --draw
 	$(BIN)/python -m studies.families.run --draw
 	$(BIN)/python -m studies.true_on_policy.report
+	$(BIN)/python -m benchmarks.summary
 
 test-notebooks: install .venv-adapters/.installed  ## Execute the notebooks; TRL's in the adapters' environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/notebooks --deselect tests/notebooks/test_trl_notebook.py

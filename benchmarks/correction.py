@@ -65,7 +65,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 
 import torch  # noqa: E402
 from peers.verl_helper import load_verl_helper  # noqa: E402
-from provenance import commit  # noqa: E402
+from provenance import commit, machine  # noqa: E402
 
 from slime_tis import RolloutCorrectionConfig, correct  # noqa: E402
 from slime_tis.correction.reference import reference_correct  # noqa: E402
@@ -353,7 +353,7 @@ def row(
     """When, where, what, and how long."""
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "machine": machine(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, 1 thread",
         "commit": commit(),
         "python": platform.python_version(),

@@ -17,15 +17,20 @@ SOURCES = ("slime_tis", "custom_tis", "benchmarks", "tools/gpu", "tests")
 
 
 def machine() -> str:
-    """The processor's name."""
+    """The processor's name; with its family and model, which generations of one name differ in."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    fields: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name", platform.machine())
+    if "cpu family" not in fields:
+        # Processors of Arm have none.
+        return name
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})"
 
 
 def provenance(model: str, rounds: int) -> dict[str, object]:

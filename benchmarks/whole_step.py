@@ -88,6 +88,8 @@ COLUMNS = (
     "response_len",
     "peak_memory_mb",
     "memory_times_trl",
+    "fastest_step_s",
+    "slowest_step_s",
 )
 
 
@@ -423,6 +425,8 @@ def append_rows(runs: dict[str, list[Run]], setting: Setting) -> None:
                     "memory_times_trl": f"{memory[name] / memory[TRL]:.3f}"
                     if TRL in memory
                     else "",
+                    "fastest_step_s": f"{min(run.median for run in found):.4f}",
+                    "slowest_step_s": f"{max(run.median for run in found):.4f}",
                 }
             )
 
