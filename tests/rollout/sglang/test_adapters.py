@@ -89,6 +89,17 @@ def test_every_request_names_the_adapter(run):
     assert versions_of(groups) == {3}
 
 
+def test_likeliest_tokens_are_those_of_the_adapter(run):
+    update(run, 1)
+    run.engine.top_log_probs([[3, 4], [5, 6]], SAMPLING, 2)
+    (name,) = run.servers[0].adapters
+    assert [body["lora_path"] for body in run.requests] == [name, name]
+
+
+def test_functions_get_no_address_that_ignores_the_adapter(run):
+    assert run.engine.http_address is None
+
+
 def rollout_over_update(run: Run):
     """A rollout that begins with version 1 and is held until the servers have version 2."""
     update(run, 1)
