@@ -333,6 +333,8 @@ def test_a_stale_adapter_stops_the_run(
 
     def first_update(body: bytes) -> bytes:
         """Loads the adapter of the first step in place of all later ones."""
+        if not body:  # a GET, by which the engine asks whether the route exists
+            return body
         fields = json.loads(body)
         if "-v1-" in fields["lora_name"]:
             shutil.copytree(fields["lora_path"], stale)
