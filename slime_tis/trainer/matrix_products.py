@@ -29,9 +29,10 @@ MIN_ENTRIES = 2**18
 CACHE_SIZES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables with the number of shapes whose code oneDNN, and each thread of torch's
 wrapper of it, keeps. Both are read at the first product."""
-CACHED_SHAPES = 128
-"""Shapes that are kept, unless the user has set the variables. The default of 1024 takes 300 MB for
-500 shapes, and is not faster: a decode step has few shapes, and repeats them."""
+CACHED_SHAPES = 32
+"""Shapes that are kept, unless the user has set the variables. The code for 480 shapes takes 320 MB
+with the default of 1024, 130 MB with 128 and 40 MB with 32, in the same time: a decode step or a
+micro-batch has at most 20 shapes and repeats them, and code for another shape takes 0.15 ms."""
 
 
 @cache
