@@ -512,8 +512,8 @@ OTHER_PROGRAMS = """
 --logprobs-mode --worker-extension-cls --enable-prompt-tokens-details --no-enable-chunked-prefill
 --return-sampling-mask
 --reference --other --precision --other-precision --adapter --other-adapter --older-adapter
---samples --tokens --chunk-size --url --enable-lora --max-loras --max-lora-rank --lora-backend
---api-server-count
+--served-adapter --samples --tokens --chunk-size --url --enable-lora --max-loras --max-lora-rank
+--lora-backend --api-server-count
 """
 """Flags of tensorboard, pip, torchrun, Slurm, SGLang, vLLM, ms-swift, pytest, examples/,
 benchmarks/, tools/, other `slime-tis …`."""

@@ -34,6 +34,8 @@ class Side:
     """Address of a server."""
     adapter: str = ""
     """Directory of a LoRA adapter of PEFT, which is applied without merging; none if empty."""
+    served_adapter: str = ""
+    """Name of the LoRA adapter that requests to a server name; none if empty."""
     true_on_policy: bool = False
     """Whether an engine has the operations of --true-on-policy."""
 

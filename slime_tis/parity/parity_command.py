@@ -12,7 +12,7 @@ from slime_tis.analysis.diagnosis.rescore import check_device
 from slime_tis.analysis.report.page import check_output
 from slime_tis.errors import quoted, quoted_path
 from slime_tis.hf_hub import local_directory
-from slime_tis.parity.adapters import adapter_cause
+from slime_tis.parity.adapter_faults import adapter_cause
 from slime_tis.parity.checkpoint import read_config, vocab_size_of
 from slime_tis.parity.comparison import Comparison, compare
 from slime_tis.parity.executions import EXECUTIONS, Record, Side
@@ -102,6 +102,7 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
         chunk_size=chosen.chunk_size,
         url=chosen.url,
         adapter=adapter,
+        served_adapter=chosen.served_adapter,
         true_on_policy=chosen.true_on_policy and EXECUTIONS[chosen.reference].is_engine,
     )
     others = []
@@ -164,6 +165,11 @@ def _adapters(chosen: Namespace) -> tuple[str, str]:
         raise ValueError(
             f"--other-adapter has no effect on the execution {servers[0]}: the server applies what"
             " it has. Give --adapter only, and --older-adapter if it may have an older one."
+        )
+    if chosen.served_adapter and not (servers and adapter):
+        raise ValueError(
+            "--served-adapter names the adapter in requests to a server; it needs --adapter, and"
+            " --other sglang or --other vllm."
         )
     if not (adapter or other):
         if chosen.other_adapter or chosen.older_adapter:

@@ -32,11 +32,16 @@ def add_parity_options(add: Callable[..., object]) -> None:
     add("--other-checkpoint", default="", metavar="DIR", help=other_checkpoint)
     adapter = (
         "LoRA adapter of PEFT, which both executions apply without merging; a server must have it"
-        " itself, loaded or merged"
+        " itself"
     )
     add("--adapter", default="", metavar="DIR", help=adapter)
     other_adapter = f"adapter of the other execution, if it differs; {NO_ADAPTER}: without adapter"
     add("--other-adapter", default="", metavar="DIR", help=other_adapter)
+    served = (
+        "name under which the server has loaded the adapter; without it, the server's weights must"
+        " have the adapter"
+    )
+    add("--served-adapter", default="", metavar="NAME", help=served)
     older = "older adapter, which is named if the other execution has it; may be repeated"
     add("--older-adapter", action="append", default=[], metavar="DIR", help=older)
     prompts = (

@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 
 import torch
 
+from slime_tis.errors import quoted
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import Recording
 from slime_tis.parity.samples import Samples
@@ -27,6 +28,8 @@ def opened(side: Side) -> Iterator[Record]:
     config = server_config(side.execution, url=(side.url,))
     model = served_model(side.checkpoint, records_experts=False)
     api: ServerApi = resolve_name(config.entry.api)(model=model)
+    if side.served_adapter:
+        api = api.with_adapter(side.served_adapter)
 
     def record(samples: Samples, substitutes: Recording | None = None) -> Recording:
         try:
@@ -58,6 +61,13 @@ async def _ask(
         info = await api.info(server)
         if info.problem:
             raise ValueError(f"{url} {info.problem}")
+        if api.adapter is not None:
+            names = await server.call(api.adapters())
+            if api.adapter not in names:
+                raise ValueError(
+                    f"{url} has no adapter {quoted(api.adapter)}, but {', '.join(names) or 'none'};"
+                    " load it, or correct --served-adapter."
+                )
         rows = []
         for tokens in samples.tokens:
             rows.append(await server.call(api.score(tokens)))

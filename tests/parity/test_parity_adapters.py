@@ -10,6 +10,7 @@ from slime_tis.main import main
 from slime_tis.peft_directory import AdapterConfig, write_adapter
 from tests.checkpoints import make_checkpoint
 from tests.parity.test_parity_command import refused
+from tests.rollout.sglang.fake_sglang import fake_servers
 
 RANK = 4
 ALPHA = 8.0
@@ -180,6 +181,10 @@ REFUSED = {
         ["--adapter", "ADAPTER", "--other-adapter", "none", "--other", "vllm", "--url", "http://x"],
         "--other-adapter has no effect on the execution vllm",
     ),
+    "a served adapter without a server": (
+        ["--adapter", "ADAPTER", "--served-adapter", "a"],
+        "--served-adapter names the adapter in requests to a server",
+    ),
     "the same": (["--adapter", "ADAPTER", "--other", "full"], "precision and adapter; choose"),
 }
 
@@ -196,3 +201,26 @@ def test_an_adapter_of_another_model_is_refused(adapter, tmp_path, capsys):
     line = refused([str(other), "--adapter", adapter], capsys)
     assert "but it is not one of this model: the adapter's tensor base_model.model" in line
     assert "has the shape [32, 4], but the rollout model needs [64, 4]" in line
+
+
+@pytest.fixture
+def served(base, adapter):
+    """Words that compare with a server which records the requests, and the server."""
+    with fake_servers(1) as (server,):
+        server.adapters["mine"] = adapter
+        words = [str(base), "--adapter", adapter, "--samples", "1", "--tokens", "4"]
+        yield [*words, "--other", "sglang", "--url", server.url], server
+
+
+def test_requests_to_a_server_name_its_adapter(served, capsys):
+    words, server = served
+    compared(capsys, *words, "--served-adapter", "mine")
+    assert [body["lora_path"] for body in server.requests] == ["mine"]
+
+
+def test_an_adapter_that_the_server_lacks_is_refused(served, capsys):
+    words, server = served
+    line = refused([*words, "--served-adapter", "theirs"], capsys)
+    assert line.endswith(
+        f"{server.url} has no adapter 'theirs', but mine; load it, or correct --served-adapter."
+    )

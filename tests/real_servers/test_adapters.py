@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.peft_directory import AdapterConfig, tensor_name
+from slime_tis.main import main
+from slime_tis.peft_directory import AdapterConfig, tensor_name, write_adapter
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.servers.server_engine import ServerEngine
 from slime_tis.trainer.engines.sglang import sglang_api
@@ -30,6 +32,7 @@ ADAPTER = AdapterConfig(
     alpha=32.0,
     targets=("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"),
 )
+Capture = pytest.CaptureFixture[str]
 SHORT = Sampling(max_response_len=16, n_samples=2)
 LONG = Sampling(max_response_len=300, n_samples=2)
 LOAD = {"sglang": "/load_lora_adapter", "vllm": vllm_api.LOAD_ADAPTER}[ENGINE.name]
@@ -243,6 +246,52 @@ def test_the_end_of_a_run_unloads_all_adapters(updates: Updates) -> None:
 
 def test_the_end_of_a_run_removes_all_files(updates: Updates) -> None:
     assert updates.directories_after_close == []
+
+
+def compared(
+    server: RealServer, adapted: AdaptedModel, checkpoint: Path, directory: Path, capsys: Capture
+) -> dict[str, Any]:
+    """The result of `slime-tis parity` with an adapter that the server has loaded."""
+    directory.mkdir()
+    write_adapter(directory, adapted.tensors, ADAPTER, base=str(checkpoint))
+    (name,) = loaded_adapters(server)
+    words = ["parity", str(checkpoint), "--adapter", str(directory), "--served-adapter", name]
+    words += ["--other", ENGINE.name, "--url", server.url, "--tokens", "20", "--json"]
+    assert main(words) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_parity_agrees_with_a_loaded_adapter(
+    server: RealServer,
+    adapted: dict[int, AdaptedModel],
+    checkpoint: Path,
+    directory: Path,
+    tmp_path: Path,
+    capsys: Capture,
+) -> None:
+    with engine_on(server, adapted, checkpoint, directory) as engine:
+        engine.update_weights(adapted[1].source, 1)
+        result = compared(server, adapted[1], checkpoint, tmp_path / "adapter", capsys)
+    assert result["log_probs"]["largest"] < BOUND
+
+
+def test_parity_names_another_scale_of_a_loaded_adapter(
+    server: RealServer,
+    adapted: dict[int, AdaptedModel],
+    checkpoint: Path,
+    directory: Path,
+    tmp_path: Path,
+    capsys: Capture,
+) -> None:
+    def doubled() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in adapted[1].source():
+            yield name, tensor * (2 if "lora_B" in name else 1)
+
+    with engine_on(server, adapted, checkpoint, directory) as engine:
+        engine.update_weights(doubled, 1)
+        result = compared(server, adapted[1], checkpoint, tmp_path / "adapter", capsys)
+    assert result["cause"].startswith("Alpha is wrong: the adapter has 2 times its scale.")
 
 
 def test_adapters_of_a_killed_run_are_unloaded(
