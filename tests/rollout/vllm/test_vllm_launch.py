@@ -93,3 +93,17 @@ def test_the_key_is_only_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_server_on_a_cpu_binds_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert API.environment(launching(), 0)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_a_server_on_a_cpu_has_no_process_for_its_only_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    assert API.environment(launching(), 0)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_variables_of_the_user_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-7")
+    assert API.environment(launching(), 0)["VLLM_CPU_OMP_THREADS_BIND"] == "0-7"
