@@ -231,10 +231,10 @@ test-adapters: .venv-adapters/.installed  ## Run the tests inside TRL and other 
 test-te: .venv-te/.installed  ## Build transformer-engine (needs nvcc) and check its layers, weights and checkpoints without a GPU
 	OMP_NUM_THREADS=1 .venv-te/bin/python -m pytest tests/transformer_engine
 
-test-sglang: install sglang-env  ## Run the tests against real SGLang servers, which they start
+test-sglang: $(VENV)/.installed-gym sglang-env  ## Run the tests against real SGLang servers, which they start
 	SERVER_ENGINE=sglang OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real_servers
 
-test-vllm: install vllm-env  ## Run the tests against real vLLM servers, which they start
+test-vllm: $(VENV)/.installed-gym vllm-env  ## Run the tests against real vLLM servers, which they start
 	SERVER_ENGINE=vllm OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real_servers
 
 # The tools that build and check a package have an environment of their own, as on a machine that only releases.
