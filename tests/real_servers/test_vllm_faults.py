@@ -233,6 +233,14 @@ def test_wrong_answers_end_the_rollout_with_a_message(
             engine.generate(short_prompts, Sampling(max_response_len=16), seed=0)
 
 
+def test_a_server_of_another_model_is_refused(
+    faulty_server: RealServer, model: ServedModel
+) -> None:
+    message = "serves another model: its vocab_size is 64, but 1024"
+    with pytest.raises(ValueError, match=message), model.engine(servers=(faulty_server,)):
+        pass
+
+
 def test_an_abort_without_the_prefix_ends_nothing(
     faulty_server: RealServer,
 ) -> None:

@@ -287,11 +287,19 @@ def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
     return checksums_by_tensor(parse(_RankChecksums, body).results)
 
 
-def parse_problems(body: bytes) -> None:
-    """Raises ReportedFailure with the first problem that a rank returns."""
+def first_problem(body: bytes) -> str:
+    """Parses the first problem that a rank returns; an empty text without one."""
     for problem in parse(_Results, body).results:
         if problem not in (None, "None", ""):
-            raise ReportedFailure(str(problem))
+            return str(problem)
+    return ""
+
+
+def parse_problems(body: bytes) -> None:
+    """Raises ReportedFailure with the first problem that a rank returns."""
+    problem = first_problem(body)
+    if problem:
+        raise ReportedFailure(problem)
 
 
 def parse_cache_reset(body: bytes) -> None:

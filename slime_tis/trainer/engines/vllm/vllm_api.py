@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from safetensors import safe_open
 
+from slime_tis.errors import one_line
 from slime_tis.peft_directory import AdapterConfig
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.data.sample import Sampling
@@ -242,13 +243,20 @@ class VllmApi:
                 f"reports {logprobs_mode}, which are not those of the sampled distribution; start"
                 " it with --logprobs-mode processed_logprobs."
             )
+        comparison = Call(
+            endpoint="/collective_rpc",
+            body={"method": "slime_tis_extension", "kwargs": {"config": self.model.config}},
+            parse=vllm_answers.first_problem,
+        )
         try:
-            await server.call(_rpc("slime_tis_extension"))
+            difference = await server.call(comparison)
         except RequestError:
             return (
-                "has no worker extension for updates and checksums of weights; start it with"
-                f" --worker-extension-cls {EXTENSION} and PYTHONPATH={WORKER_DIRECTORY}."
+                "lacks this version's worker extension for updates and checksums of weights; start"
+                f" it with --worker-extension-cls {EXTENSION} and PYTHONPATH={WORKER_DIRECTORY}."
             )
+        if difference:
+            return f"serves another model: its {one_line(difference)}."
         if self.model.adapter is not None:
             return await self._adapter_problem(server, self.model.adapter, config)
         return None

@@ -18,7 +18,7 @@ vLLM's NCCL transport.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -30,6 +30,15 @@ import torch.distributed as dist
 
 READ_ROWS = 256
 """Inputs of a packed layer that are read at once."""
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Fields of config.json that shape the weights, with the same names in vLLM."""
 TRANSPORT = "slime_tis_gloo"
 """Name of the transport, for `--weight-transfer-config`."""
 
@@ -37,11 +46,25 @@ TRANSPORT = "slime_tis_gloo"
 class WorkerExtension:
     """Methods that vLLM adds to its workers; `self` is the worker."""
 
+    model_config: Any
     model_runner: Any
     reload_weights: Any
 
-    def slime_tis_extension(self) -> None:
-        """Answers, so that a trainer knows that the server has the extension."""
+    def slime_tis_extension(self, config: Mapping[str, Any]) -> str:
+        """Compares the served model with a config.json of the trainer.
+
+        A trainer calls it first, so it also shows that the server has the extension.
+
+        Returns:
+            The first size that differs, or an empty text.
+        """
+        served = self.model_config.hf_text_config
+        for name in SIZES:
+            expected = config.get(name)
+            size = getattr(served, name, None)
+            if expected is not None and size is not None and size != expected:
+                return f"{name} is {size}, but {expected} in --hf-checkpoint"
+        return ""
 
     def load_checkpoint(self, path: str, num_tensors: int) -> str:
         """Loads a Hugging Face checkpoint in place.
