@@ -166,7 +166,9 @@ def _adapters(chosen: Namespace) -> tuple[str, str]:
             f"--other-adapter has no effect on the execution {servers[0]}: the server applies what"
             " it has. Give --adapter only, and --older-adapter if it may have an older one."
         )
-    if chosen.served_adapter and not (servers and adapter):
+    used = [chosen.reference, *chosen.other]
+    uses_server = any(EXECUTIONS[name].is_server for name in used)
+    if chosen.served_adapter and not (uses_server and adapter):
         raise ValueError(
             "--served-adapter names the adapter in requests to a server; it needs --adapter, and"
             " --other sglang or --other vllm."

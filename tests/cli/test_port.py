@@ -337,6 +337,12 @@ def test_adapters_of_miles_are_kept(tmp_path, flags, expected, note):
     assert note in " ".join(script.text.replace("#", "").split())
 
 
+def test_a_rank_of_the_running_script_keeps_the_other_flags(tmp_path):
+    flags = "--lora-rank $RANK --lora-alpha 64"
+    command, _ = ported(tmp_path, f"python train.py {COMPLETE} {flags}")
+    assert '--lora-rank "${RANK}" --lora-alpha 64' in command
+
+
 # (--hf-checkpoint, flags, part of the text)
 MODELS = {
     "sizes of the script": (
