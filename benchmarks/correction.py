@@ -388,7 +388,7 @@ def report(size: str, times: dict[str, Quantiles], peaks: dict[str, float]) -> N
 def append(rows: list[dict[str, Any]]) -> None:
     new = not TABLE.exists()
     with TABLE.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)

@@ -4,8 +4,9 @@
 
 64 sequences, 8 for each of 8 prompts of 28 tokens, of exactly 32 sampled tokens with their
 log-probs. Each contender runs in a separate process, and the contenders take turns within a round.
-A warm-up call is not counted. vLLM is started eagerly from `.venv-vllm` (`make vllm-env`). Appends
-a row per contender to decode.csv: the median, the slowest and the fastest round.
+A process makes a warm-up call, which is not counted, and two measured calls. vLLM is started
+eagerly from `.venv-vllm` (`make vllm-env`). Appends a row per contender to decode.csv: the median,
+the slowest and the fastest call.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.decode_task import DecodeTask
+from benchmarks.peers.decode_task import RATE, DecodeTask
 from benchmarks.provenance import ROOT, commit, machine
 
 TABLE = ROOT / "benchmarks" / "decode.csv"
@@ -41,15 +42,15 @@ COLUMNS = (
     "precision",
     "sequences",
     "tokens",
-    "rounds",
+    "calls",
     "median_tokens_per_cpu_s",
     "slowest",
     "fastest",
 )
 
 
-def measure(name: str, checkpoint: Path, precision: str) -> float:
-    """Tokens per second of the processor of one contender, in a process of its own.
+def measure(name: str, checkpoint: Path, precision: str) -> list[float]:
+    """Tokens per second of the processor of one contender, by calls of one process.
 
     Raises:
         SystemExit: the process failed; its output is the message.
@@ -64,7 +65,11 @@ def measure(name: str, checkpoint: Path, precision: str) -> float:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return float(done.stdout.split()[-1])
+    rates = []
+    for line in done.stdout.splitlines():
+        if line.startswith(RATE):
+            rates.append(float(line.removeprefix(RATE)))
+    return rates
 
 
 def row(name: str, precision: str, rates: list[float]) -> dict[str, object]:
@@ -85,7 +90,7 @@ def row(name: str, precision: str, rates: list[float]) -> dict[str, object]:
         "precision": precision,
         "sequences": DecodeTask.sequences,
         "tokens": DecodeTask.new_tokens,
-        "rounds": len(rates),
+        "calls": len(rates),
         "median_tokens_per_cpu_s": round(statistics.median(rates), 1),
         "slowest": round(min(rates), 1),
         "fastest": round(max(rates), 1),
@@ -107,9 +112,10 @@ def main() -> None:
         rates: dict[str, list[float]] = {name: [] for name in SCRIPTS}
         for turn in range(options.rounds):
             for name in SCRIPTS:
-                rate = measure(name, options.hf_checkpoint.resolve(), precision)
-                rates[name].append(rate)
-                print(f"round {turn + 1}: {name}, {precision}: {rate:.1f}", flush=True)
+                found = measure(name, options.hf_checkpoint.resolve(), precision)
+                rates[name] += found
+                shown = ", ".join(f"{rate:.1f}" for rate in found)
+                print(f"round {turn + 1}: {name}, {precision}: {shown}", flush=True)
         for name, values in rates.items():
             rows.append(row(name, precision, values))
     with TABLE.open("a", newline="", encoding="utf-8") as file:

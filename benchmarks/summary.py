@@ -64,7 +64,7 @@ class Measurement:
 
     @property
     def run(self) -> tuple[str, ...]:
-        """The rows of one run have this in common; the newest run has the largest."""
+        """What the rows of one run have in common."""
         return (self.date, self.commit, self.processor, self.subject, self.unit, self.threads)
 
 
@@ -176,13 +176,17 @@ def quoted(rows: list[Measurement]) -> list[Measurement]:
     """The rows of README.md: the newest run of each subject with its peer, per processor maker."""
     chosen = []
     for subject, contenders in README_ROWS.items():
-        newest: dict[str, tuple[str, ...]] = {}
+        newest: dict[str, Measurement] = {}
         for row in rows:
-            if row.subject == subject and row.contender == contenders[-1]:
-                maker = row.processor.split()[0]
-                newest[maker] = max(row.run, newest.get(maker, row.run))
+            if row.subject != subject or row.contender != contenders[-1]:
+                continue
+            maker = row.processor.split()[0]
+            # Of two runs of one day, the later one in the file counts.
+            if maker not in newest or row.date >= newest[maker].date:
+                newest[maker] = row
+        runs = [row.run for row in newest.values()]
         for row in rows:
-            if row.run in newest.values() and row.contender in contenders:
+            if row.run in runs and row.contender in contenders:
                 chosen.append(row)
     return chosen
 

@@ -62,6 +62,11 @@ def test_readme_has_the_newest_run_of_each_maker() -> None:
     assert summary.quoted([older, ROW, intel]) == [ROW, intel]
 
 
+def test_of_two_runs_of_a_day_the_last_one_is_quoted() -> None:
+    later = replace(ROW, commit="0000000")
+    assert summary.quoted([ROW, later]) == [later]
+
+
 def test_run_without_its_peer_is_not_quoted() -> None:
     with_peer = [replace(OURS, date="2026-11-23"), replace(ROW, date="2026-11-23")]
     assert summary.quoted([*with_peer, OURS]) == with_peer

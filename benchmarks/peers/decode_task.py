@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+RATE = "tokens per CPU second:"
+"""Words before each result, to tell it from other output."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -18,6 +20,8 @@ class DecodeTask:
     new_tokens = 32
     """Tokens of every sample; end tokens are ignored."""
     warm_up_tokens = 4
+    calls = 2
+    """Measured calls of a process, because starting vLLM takes longer than a call."""
 
 
 SYSTEM_PROMPT = [1, 9690, 198, 1780, 314, 216, 34, 1232, 216, 55, 47, 2, 198, 1, 520, 9531, 198]
@@ -44,13 +48,18 @@ def cpu_seconds() -> float:
     return total
 
 
-def tokens_per_cpu_second(generate: Callable[[int], int]) -> float:
-    """Rate of a call after a warm-up call; `generate` takes and returns numbers of tokens."""
+def print_rates(generate: Callable[[int], int]) -> None:
+    """Prints tokens per CPU second of two calls after a warm-up call.
+
+    Args:
+        generate: Samples this number of tokens per sequence, and returns the tokens of all.
+    """
     generate(DecodeTask.warm_up_tokens)
-    start = cpu_seconds()
-    tokens = generate(DecodeTask.new_tokens)
-    seconds = cpu_seconds() - start
-    expected = DecodeTask.sequences * DecodeTask.new_tokens
-    if tokens != expected:
-        raise RuntimeError(f"{tokens} tokens were generated instead of {expected}")
-    return tokens / seconds
+    for _ in range(DecodeTask.calls):
+        start = cpu_seconds()
+        tokens = generate(DecodeTask.new_tokens)
+        seconds = cpu_seconds() - start
+        expected = DecodeTask.sequences * DecodeTask.new_tokens
+        if tokens != expected:
+            raise RuntimeError(f"{tokens} tokens were generated instead of {expected}")
+        print(RATE, tokens / seconds, flush=True)

@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from decode_task import DecodeTask, prompt_token_ids, tokens_per_cpu_second
+from decode_task import DecodeTask, print_rates, prompt_token_ids
 
 from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
@@ -24,7 +24,7 @@ def main(checkpoint: str, precision: str) -> None:
         groups = engine.generate(prompts, sampling, 1)
         return sum(sample.response_length for group in groups for sample in group)
 
-    print(tokens_per_cpu_second(generate))
+    print_rates(generate)
 
 
 if __name__ == "__main__":

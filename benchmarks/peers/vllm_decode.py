@@ -7,7 +7,7 @@ import sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
-from decode_task import DecodeTask, prompt_token_ids, tokens_per_cpu_second
+from decode_task import DecodeTask, print_rates, prompt_token_ids
 from vllm import LLM, SamplingParams
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -35,7 +35,7 @@ def main(checkpoint: str, precision: str) -> None:
         answers = engine.generate(prompts, sampling, use_tqdm=False)
         return sum(len(output.token_ids) for answer in answers for output in answer.outputs)
 
-    print(tokens_per_cpu_second(generate))
+    print_rates(generate)
 
 
 if __name__ == "__main__":
