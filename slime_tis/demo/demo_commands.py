@@ -24,7 +24,7 @@ OPTIONS = {
     "--input-key": "prompt",
     "--label-key": "label",
     "--rm-type": "exact_match",
-    "--num-rollout": "100",
+    "--num-rollout": "60",
     "--rollout-batch-size": "16",
     "--n-samples-per-prompt": "8",
     "--rollout-max-response-len": "12",
