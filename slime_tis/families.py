@@ -22,6 +22,8 @@ Layout = Literal[
     "transposed",
     "alternating",
     "three_parts",
+    "delta_qkvz",
+    "delta_ba",
 ]
 """How a weight is split over tensor-parallel ranks: a key of `hf_weights.LAYOUTS`."""
 Property = Literal["qkv_bias", "qk_norm", "query_rank", "no_query_rank"]
@@ -83,6 +85,8 @@ class Attention:
     rotary_kinds: tuple[str, ...] = ()
     """Types of layers, each with different rotary frequencies; empty if these are equal in all
     layers."""
+    unused_rope_fields: tuple[str, ...] = ()
+    """Fields of rope_parameters that change nothing in a text."""
     window: str | None = None
     """Field with the number of last tokens, itself included, that a token sees."""
     has_typed_windows: bool = False
@@ -356,6 +360,24 @@ GATED_DELTA_NET: Mapping[str, Weight] = {
 }
 """Gated delta nets, with megatron-core's names, except that it joins the input projections."""
 
+SEPARATE_PROJECTIONS: Mapping[str, Weight] = {
+    "self_attention.in_proj_qkvz.weight": Weight(
+        "delta_qkvz",
+        (
+            FileTensor("linear_attn.in_proj_qkv.weight", ("delta_qkv", "hidden")),
+            FileTensor("linear_attn.in_proj_z.weight", ("delta_values", "hidden")),
+        ),
+    ),
+    "self_attention.in_proj_ba.weight": Weight(
+        "delta_ba",
+        (
+            FileTensor("linear_attn.in_proj_b.weight", ("value_heads", "hidden")),
+            FileTensor("linear_attn.in_proj_a.weight", ("value_heads", "hidden")),
+        ),
+    ),
+}
+"""Input projections of gated delta nets that files do not join by heads."""
+
 GATED_ATTENTION: Mapping[str, Weight] = {
     **ATTENTION,
     "self_attention.linear_qkv.weight": Weight(
@@ -574,6 +596,27 @@ FAMILIES: Mapping[str, Family] = {
             **MLP,
             **EXPERTS,
             **GATED_SHARED_EXPERT,
+        },
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        title="Qwen3.5 (dense, text)",
+        model_type="qwen3_5_text",
+        rotary_class=ROTARY.format("qwen3_5", "Qwen3_5Text"),
+        attention=Attention(
+            has_delta_nets=True,
+            output_gate=True,
+            qk_norm=True,
+            # the axes of a text's tokens have equal positions
+            unused_rope_fields=("mrope_section", "mrope_interleaved"),
+        ),
+        norm_offset=1.0,
+        weights={
+            **PRE_NORMS,
+            **GATED_ATTENTION,
+            **QK_NORM,
+            **GATED_DELTA_NET,
+            **SEPARATE_PROJECTIONS,
+            **MLP,
         },
     ),
     "Glm4MoeForCausalLM": Family(

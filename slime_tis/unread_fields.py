@@ -72,7 +72,8 @@ def unread_problems(model: Mapping[str, Any]) -> Iterator[str]:
         if name in model and name not in read and model[name] not in neutral:
             yield f"{name} {quoted(model[name])}"
     yield from _attention_problems(model, family)
-    known = {*ROPE_FIELDS, *family.attention.rotary_kinds}
+    attention = family.attention
+    known = {*ROPE_FIELDS, *attention.rotary_kinds, *attention.unused_rope_fields}
     for name in ("rope_parameters", "rope_scaling"):
         rope = model.get(name)
         if isinstance(rope, dict):

@@ -7,8 +7,12 @@ WITH_SLIME = (
     " --custom-tis-function-path"
 )
 _QWEN_WITH_IMAGES = (
-    "It reads images; only checkpoints for text are supported. Train Qwen3-Next, which has the same"
-    f" layers, Qwen3 or Qwen3-MoE here, or {WITH_SLIME}."
+    "It reads images; only checkpoints for text are supported. Train the text model of a dense"
+    f" Qwen3.5, which docs/models.md extracts, or Qwen3-Next here, or {WITH_SLIME}."
+)
+_QWEN_WITH_EXPERTS = (
+    "Of Qwen3.5, only dense text models are supported. Train Qwen3-Next here, which has the same"
+    f" layers, or {WITH_SLIME}."
 )
 _INDEXER = (
     "Its attention sees only the tokens that an indexer chooses, and no layer here has one. Train"
@@ -17,7 +21,8 @@ _INDEXER = (
 _IMAGES = "It reads images; only checkpoints for text are supported."
 UNSUPPORTED: Mapping[str, str] = {
     "Qwen3_5ForConditionalGeneration": _QWEN_WITH_IMAGES,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN_WITH_IMAGES,
+    "Qwen3_5MoeForCausalLM": _QWEN_WITH_EXPERTS,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_WITH_EXPERTS,
     "DeepseekV32ForCausalLM": _INDEXER,
     "GlmMoeDsaForCausalLM": _INDEXER,
     "Gemma3ForConditionalGeneration": _IMAGES,

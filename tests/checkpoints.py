@@ -33,6 +33,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -63,6 +65,7 @@ FAMILIES = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
@@ -109,7 +112,17 @@ LATENT_SIZES = {
     "rms_norm_eps": 1e-2,
 }
 DEEPSEEK_V3_SIZES = {**LATENT_SIZES, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-MOE_SIZES = {
+DELTA_NET_SIZES = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # a smaller ε magnifies rounding errors of outputs near 0
+    "rms_norm_eps": 1e-2,
+}
+FURTHER_SIZES = {
+    "qwen3_5": DELTA_NET_SIZES,
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 6},
     "deepseek_v2": {**LATENT_SIZES, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v3": DEEPSEEK_V3_SIZES,
@@ -122,11 +135,7 @@ MOE_SIZES = {
         "shared_expert_intermediate_size": 40,
     },
     "qwen3_next": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
+        **DELTA_NET_SIZES,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
@@ -145,7 +154,7 @@ MOE_SIZES = {
         "norm_topk_prob": True,
     },
 }
-"""Further sizes of mixtures of experts, by family."""
+"""Further sizes of mixtures of experts and recurrences, by family."""
 
 
 def make_tokenizer(*, adds_bos=False):
@@ -170,14 +179,14 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(
-        **{**SIZES, **MOE_SIZES.get(family, {}), "initializer_range": 0.2, **sizes},
+        **{**SIZES, **FURTHER_SIZES.get(family, {}), "initializer_range": 0.2, **sizes},
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
         dtype="float32",
     )
     # norms of these families add 1 to their weights
-    norm_mean = 0.0 if family in ("gemma3", "qwen3_next") else 1.0
+    norm_mean = 0.0 if family in ("gemma3", "qwen3_5", "qwen3_next") else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

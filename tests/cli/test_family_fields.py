@@ -10,7 +10,7 @@ from slime_tis.trainer.cli.file_checks import layout_problems
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.port.published_models import name_problem
 from slime_tis.unsupported_families import UNSUPPORTED
-from tests.checkpoints import FAMILIES, MOE_SIZES, SIZES, architecture_of_family
+from tests.checkpoints import FAMILIES, FURTHER_SIZES, SIZES, architecture_of_family
 
 WINDOWS = ["full_attention", "sliding_attention"]
 REFUSED = {
@@ -78,7 +78,7 @@ REFUSED = {
 def write_config(directory, family, fields):
     """Writes config.json of a tiny model with other values of some fields."""
     config_class, _ = FAMILIES[family]
-    config = config_class(**{**SIZES, **MOE_SIZES.get(family, {})}).to_dict()
+    config = config_class(**{**SIZES, **FURTHER_SIZES.get(family, {})}).to_dict()
     config["architectures"] = [architecture_of_family(family)]
     (directory / "config.json").write_text(json.dumps(config | fields))
 
@@ -113,13 +113,17 @@ def test_types_of_layers_decide_without_a_first_sparse_layer(tmp_path):
     assert moe_layers(load_config(tmp_path)) == [1]
 
 
-WITH_IMAGES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+ALTERNATIVES = {
+    "Qwen3_5ForConditionalGeneration": "It reads images.* Train the text model of a dense Qwen3.5",
+    "Qwen3_5MoeForConditionalGeneration": "only dense text models.* Train Qwen3-Next",
+    "Qwen3_5MoeForCausalLM": "only dense text models.* Train Qwen3-Next",
+}
 
 
-@pytest.mark.parametrize("architecture", WITH_IMAGES)
-def test_models_with_images_are_refused_with_an_alternative(architecture, tmp_path):
+@pytest.mark.parametrize(("architecture", "words"), ALTERNATIVES.items(), ids=ALTERNATIVES)
+def test_siblings_of_a_family_are_refused_with_an_alternative(architecture, words, tmp_path):
     write_config(tmp_path, "qwen3", {"architectures": [architecture]})
-    with pytest.raises(ValueError, match=r"It reads images.* Train Qwen3-Next"):
+    with pytest.raises(ValueError, match=words):
         read_model_config(tmp_path)
 
 

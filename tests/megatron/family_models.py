@@ -79,6 +79,26 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_5, grouped values": (
+        "qwen3_5",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            }
+        },
+    ),
+    "qwen3_5, one head of values per key, tied": (
+        "qwen3_5",
+        {
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     # without experts, prompts are shared
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1]}),
 }

@@ -74,7 +74,7 @@ FAMILY_LAYERS = {
         "olmo2, grouped queries",
         "glm4, biases",
         "gemma3, a linear rope, untied",
-        "qwen3_next, dense",
+        "qwen3_5, grouped values",
     )
 }
 """Dense models whose layers differ most from Llama's."""

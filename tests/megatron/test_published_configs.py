@@ -43,7 +43,8 @@ def written(name: str, directory: Path) -> Path:
 
 def test_every_family_has_a_published_model():
     architectures = {entry["config"]["architectures"][0] for entry in PUBLISHED.values()}
-    assert architectures == set(FAMILIES)
+    # Qwen3.5 is published with images only.
+    assert architectures == set(FAMILIES) - {"Qwen3_5ForCausalLM"}
 
 
 @pytest.mark.slow

@@ -107,6 +107,8 @@ OPERATIONS = {
     "qwen3_moe": 3 + 2 * 15,
     # A gated delta net, which has no keys and values, and attention with norms of heads.
     "qwen3_next": 3 + 10 + 15,
+    # The same with dense MLPs; the input projections of the delta net are joined in training.
+    "qwen3_5": 3 + 10 + 17,
     "glm4_moe": 3 + 15 + 14,
 }
 """Number of operations that transformers and training both show, by model type."""

@@ -55,6 +55,7 @@ FAMILIES = [
     "deepseek_v3",
     "glm4_moe_lite",
     "qwen3_next",
+    "qwen3_5",
 ]
 SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},

@@ -27,6 +27,7 @@ MODELS = {
     "kimi_k2": ({}, REPLAY),
     "glm4_moe_lite": ({}, REPLAY),
     "qwen3_next": ({}, REPLAY),
+    "qwen3_5": ({}, []),
 }
 """Family → fields of config.json, and flags."""
 

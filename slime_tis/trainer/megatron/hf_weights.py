@@ -49,7 +49,11 @@ def _split_qkv(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Ten
 
     For each group, Megatron stores its query heads, then its key, then its value.
     """
-    groups = hf.num_key_value_heads
+    return _split_groups(tensors, rank, size, hf.num_key_value_heads)
+
+
+def _split_groups(tensors: list[Tensor], rank: int, size: int, groups: int) -> Tensor:
+    """Returns this rank's groups, each with its rows of all tensors."""
     per_group = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
     return torch.cat(per_group, 1).chunk(size)[rank].flatten(0, 1)
 
@@ -111,6 +115,32 @@ def _join_three_parts(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
     sizes = [part // len(shards) for part in _three_parts(hf)]
     by_part = zip(*(shard.split(sizes) for shard in shards), strict=True)
     return [torch.cat([torch.cat(part) for part in by_part])]
+
+
+def _split_delta_qkvz(tensors: list[Tensor], rank: int, size: int, hf: Any) -> Tensor:
+    """Returns this rank's key heads; each has a query, a key, its values, and their gates."""
+    qkv, z = tensors
+    return _split_groups([*qkv.split(_three_parts(hf)), z], rank, size, hf.linear_num_key_heads)
+
+
+def _join_delta_qkvz(shards: list[Tensor], hf: Any) -> list[Tensor]:
+    """Returns queries, keys and values, and the gates; the inverse of `_split_delta_qkvz`."""
+    heads = hf.linear_num_key_heads
+    queries, keys, values = [part // heads for part in _three_parts(hf)]
+    by_head = torch.cat(shards).unflatten(0, (heads, -1))
+    parts = [part.flatten(0, 1) for part in by_head.split([queries, keys, values, values], 1)]
+    return [torch.cat(parts[:3]), parts[3]]
+
+
+def _split_delta_ba(tensors: list[Tensor], rank: int, size: int, hf: Any) -> Tensor:
+    """Returns this rank's key heads; each has the rates, then the decays, of its values."""
+    return _split_groups(tensors, rank, size, hf.linear_num_key_heads)
+
+
+def _join_delta_ba(shards: list[Tensor], hf: Any) -> list[Tensor]:
+    """Returns rates and decays; the inverse of `_split_delta_ba`."""
+    by_head = torch.cat(shards).unflatten(0, (hf.linear_num_key_heads, 2, -1))
+    return [part.flatten(0, 1) for part in by_head.unbind(1)]
 
 
 def _split_gated(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
@@ -178,6 +208,8 @@ LAYOUTS = {
     ),
     "alternating": Layout(_split_alternating, _join_alternating),
     "three_parts": Layout(_split_three_parts, _join_three_parts),
+    "delta_qkvz": Layout(_split_delta_qkvz, _join_delta_qkvz),
+    "delta_ba": Layout(_split_delta_ba, _join_delta_ba),
     "fused_gated": Layout(
         _split_fused_gated, lambda shards, hf: [torch.cat(_join_gated(shards, hf))]
     ),
