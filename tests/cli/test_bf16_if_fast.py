@@ -23,8 +23,8 @@ def amx(monkeypatch):
 
 
 @pytest.fixture
-def no_amx(monkeypatch):
-    capabilities = {"amx_bf16": False, "avx512_bf16": True}
+def old_x86(monkeypatch):
+    capabilities = {"amx_bf16": False, "avx512_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
 
 
@@ -54,10 +54,17 @@ def test_precision_with_amx(base, amx, flags, expected):
     assert precisions(base + flags) == expected
 
 
-@pytest.mark.parametrize("processor", ["no_amx", "arm"])
-def test_precision_without_amx(base, request, processor):
+@pytest.mark.parametrize("processor", ["old_x86", "arm"])
+def test_precision_without_bf16_instructions(base, request, processor):
     request.getfixturevalue(processor)
     assert precisions(base + FLAG) == ("fp32", "fp32")
+
+
+def test_the_run_prints_instructions_without_amx(base, monkeypatch):
+    capabilities = {"amx_bf16": False, "avx512_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    text = describe(configured(base + FLAG))
+    assert "precision: bf16, because this processor has AVX512_BF16" in text
 
 
 def test_servers_keep_their_own_precision(base, amx):
@@ -81,7 +88,7 @@ def test_the_run_prints_why_it_computes_in_bf16(base, amx):
     assert line in text.splitlines()
 
 
-def test_the_run_prints_why_it_computes_in_float32(base, no_amx):
+def test_the_run_prints_why_it_computes_in_float32(base, old_x86):
     text = describe(configured(base + FLAG))
     line = "precision: float32, because nothing here is faster in bf16 (--bf16 trains in bf16)"
     assert line in text.splitlines()

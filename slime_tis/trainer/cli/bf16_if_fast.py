@@ -9,21 +9,25 @@ from slime_tis.trainer.cli.train_options import Arguments
 
 EXPLICIT = ("bf16", "fp16")
 """Options that decide instead of --bf16-if-fast."""
+BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}
+"""Instructions that multiply bf16 matrices fast, by torch's names of the processor's features."""
 
 
 def bf16_unit() -> str | None:
     """Returns what multiplies bf16 matrices faster than float32 here; None if nothing does.
 
-    On a CPU this is AMX, whose bf16 products are 3 to 6 times as fast. The bf16 instructions of
-    AVX-512 do not count: they help sampling, but whether they help training was not measured.
+    On a CPU this is AMX, whose bf16 products are 3 to 6 times as fast, or AVX512_BF16: on an AMD
+    EPYC (Zen 5), the products of SmolLM2 in training took half the time of oneDNN's in float32.
     """
     if torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "this GPU has bf16 instructions"
         return None
     # Other architectures than x86 have other keys.
-    if torch.cpu.get_capabilities().get("amx_bf16", False):
-        return "this processor has AMX"
+    capabilities = torch.cpu.get_capabilities()
+    for capability, name in BF16_UNITS.items():
+        if capabilities.get(capability, False):
+            return f"this processor has {name}"
     return None
 
 

@@ -162,7 +162,7 @@ class MegatronConfig:
     """Train in bfloat16 with float32 master weights."""
     bf16_if_fast: bool = parallel_option(False)
     """Train with --bf16, and sample in bf16 with the local engine, on a GPU with bf16 or a CPU with
-    AMX; else compute in float32. Precisions that you give stay."""
+    AMX or AVX512_BF16; else compute in float32. Precisions that you give stay."""
     fp16: bool = parallel_option(False)
     """Train in float16 with float32 master weights and a dynamic loss scale; an overflow skips the
     step."""
