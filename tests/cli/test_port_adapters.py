@@ -27,6 +27,10 @@ VERL_ADAPTERS = {
         f"{MODEL}.lora_rank=8 {MODEL}.exclude_modules=[gate_proj,up_proj,down_proj]",
         "--lora-target-modules q_proj k_proj v_proj o_proj",
     ),
+    "excluded output layer": (
+        f"{MODEL}.lora_rank=8 {MODEL}.exclude_modules=lm_head",
+        "--lora-rank 8 --lora-alpha 16 --lora-target-modules all-linear",
+    ),
     "an adapter": (
         f"{MODEL}.lora_rank=8 {MODEL}.lora_adapter_path=adapter",
         "--lora-adapter-path adapter",
@@ -134,6 +138,14 @@ REFUSED = {
     "wildcards": (
         f"{VERL} {MODEL}.lora.rank=8 {MODEL}.lora.target_modules=[*.layers.0.*.linear_qkv]",
         "lora.target_modules=[*.layers.0.*.linear_qkv]",
+    ),
+    "excluded by a pattern": (
+        f"{VERL} {MODEL}.lora_rank=8 {MODEL}.exclude_modules='.*mlp.*'",
+        "target_modules=all-linear without .*mlp.*",
+    ),
+    "excluded by the running script": (
+        f"{VERL} {MODEL}.lora_rank=8 {MODEL}.exclude_modules=$X",
+        "target_modules=all-linear without ${X}",
     ),
     "both of verl": (f"{VERL} {MODEL}.lora.rank=8 {MODEL}.lora_rank=8", "lora_rank and rank"),
     "quantized model": (f"{TRL} --use_peft --load_in_4bit", "load_in_4bit=True"),

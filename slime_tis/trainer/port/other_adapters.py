@@ -318,19 +318,18 @@ def _add_targets(
         )
         return
     spelling = f"{names.prefix}{names.targets}={legible(text)}"
-    excluded = values.get(names.excluded, "")
-    if OPEN in text or OPEN in excluded:
+    if OPEN in text:
         conversion.add("--lora-target-modules", (text,), spelling)
         return
     targets = _layers(text)
+    unknown = [name for name in targets if name not in LORA_TARGETS]
+    excluded = values.get(names.excluded, "")
     if names.excluded and excluded.lower() not in UNSET:
         without = _layers(excluded)
-        spelling += f" without {excluded}"
-        unknown = [name for name in without if name not in LORA_TARGETS]
+        spelling += f" without {legible(excluded)}"
+        # Other layers than the targets, such as lm_head, have no adapter anyway.
+        unknown += [name for name in without if not name.isidentifier()]
         targets = [name for name in targets if name not in without]
-    else:
-        unknown = []
-    unknown += [name for name in targets if name not in LORA_TARGETS]
     if unknown or not targets:
         conversion.unsupported.append(spelling)
         return
