@@ -20,8 +20,8 @@ ENGINES: tuple[EngineName, ...] = ("sglang", "vllm")
 METRIC = "train/train_rollout_logprob_abs_diff"
 ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
 """The line of a Python error in a log."""
-FOLLOWING = ("Engine core initialization failed", "EngineDeadError", "cancelled")
-"""Parts of errors of vLLM that only follow from another one."""
+FOLLOWING = ("Engine core initialization failed", "EngineDeadError", "cancelled", "py-spy")
+"""Parts of errors that only follow from another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,5 +107,6 @@ def error_message(log: Path, stderr: str) -> str:
             causes.append(error)
     if causes:
         return causes[-1].strip()
-    lines = [line for line in stderr.splitlines() if line.startswith("error:")]
-    return lines[-1].removeprefix("error:").strip() if lines else stderr[-500:]
+    # train.py ends with its message.
+    last_line = stderr.strip().rpartition("\n")[2]
+    return last_line.removeprefix("error:").strip()

@@ -38,7 +38,7 @@ def test_the_message_is_the_cause_in_the_servers_log(tmp_path):
 
 
 def test_without_a_log_the_message_is_that_of_training():
-    assert error_message(Path("missing"), "warning: a\nerror: refused\n") == "refused"
+    assert error_message(Path("missing"), "a warning\nerror: refused\n") == "refused"
 
 
 def test_equal_messages_have_one_note():

@@ -13,6 +13,8 @@ On a CPU, vLLM 0.32 computes with copies of the weights that it packs for oneDNN
 * An output layer that is tied to the embedding keeps both. A reload renews the embedding but not
   the packed copy. `load_checkpoint` and the transport pack it again.
 
+vLLM's rotary kernel for CPUs is wrong in latent attention; `correct_rotation` replaces it there.
+
 vLLM's transports need GPUs. `register_transport` adds one over gloo, with the request bodies of
 vLLM's NCCL transport.
 """
@@ -227,7 +229,28 @@ def register_transport() -> None:
     WeightTransferEngineFactory.register_engine(TRANSPORT, GlooTransport)
 
 
-# A worker imports this module before it builds its transport, which vLLM looks up by name. The
-# module is also imported where vllm is missing, by tests.
+def correct_rotation() -> None:
+    """Rotates queries and keys of latent attention by torch on a CPU.
+
+    These queries are [tokens, heads, features], and their keys are a part of wider rows. vLLM
+    0.32's kernel for CPUs takes a head for a token, and writes keys into other parts of the rows.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> Any:
+        if query.ndim == 3:
+            return self.forward_native(positions, query, key)
+        return kernel(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
+# A worker imports this module before it builds its model and its transport, which vLLM looks up by
+# name. The module is also imported where vllm is missing, by tests.
 if find_spec("vllm") is not None:
+    correct_rotation()
     register_transport()
