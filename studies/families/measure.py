@@ -18,7 +18,7 @@ from tests.runs import ROOT, free_port, make_task
 EngineName = Literal["sglang", "vllm"]
 ENGINES: tuple[EngineName, ...] = ("sglang", "vllm")
 METRIC = "train/train_rollout_logprob_abs_diff"
-ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
+ERROR = re.compile(r"\b\w*(?:Error|Exception)(?:: .+)?$", re.MULTILINE)
 """The line of a Python error in a log."""
 FOLLOWING = ("Engine core initialization failed", "EngineDeadError", "cancelled", "py-spy")
 """Parts of errors that only follow from another one."""

@@ -111,6 +111,7 @@ MODELS: Mapping[str, Model] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_next": Model(title="Qwen3-Next", family="qwen3_next", fields=SIZES),
     "gpt_oss": Model(title="gpt-oss", family="gpt_oss", fields={**SIZES, "sliding_window": 6}),
     "deepseek_v2": Model(
         title="DeepSeek-V2-Lite",

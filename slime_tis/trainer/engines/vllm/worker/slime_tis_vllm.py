@@ -12,6 +12,8 @@ On a CPU, vLLM 0.32 computes with copies of the weights that it packs for oneDNN
   `/weight_checker` is that of nothing. `weight_checksums` reads the packed copy back.
 * An output layer that is tied to the embedding keeps both. A reload renews the embedding but not
   the packed copy. `load_checkpoint` and the transport pack it again.
+* Experts are packed in place, but only when the server starts. After a reload the kernel would read
+  plain weights as packed ones. `load_checkpoint` and the transport pack them, too.
 
 vLLM's rotary kernel for CPUs is wrong in latent attention; `correct_rotation` replaces it there.
 
@@ -86,7 +88,9 @@ class WorkerExtension:
         if problem:
             return problem
         self.reload_weights(weights_path=path)
-        repack_tied_head(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        repack_tied_head(model)
+        repack_experts(model)
         return ""
 
     def weight_checksums(self) -> dict[str, str]:
@@ -130,6 +134,17 @@ def repack_tied_head(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+def repack_experts(model: torch.nn.Module) -> None:
+    """Packs the experts of all layers, which a reload has just replaced by plain weights."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(module)
+
+
 def used_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields names and values of the weights that the model computes with."""
     for module_name, module in model.named_modules():
@@ -149,9 +164,12 @@ def packed_weight(layer: Any) -> torch.Tensor:
     """
     if layer.weight.ndim == 2:
         num_inputs = layer.weight.shape[1]
-    else:
+    elif hasattr(layer, "input_size_per_partition"):
         # vLLM removed the weight, and kept its size.
         num_inputs = layer.input_size_per_partition
+    else:
+        # A layer that tensor-parallel ranks do not divide, such as a router.
+        num_inputs = layer.input_size
     identity = torch.eye(num_inputs, dtype=layer.weight.dtype)
     columns = []
     for rows in identity.split(READ_ROWS):
@@ -222,6 +240,7 @@ def register_transport() -> None:
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
             repack_tied_head(self.model)
+            repack_experts(self.model)
 
         def shutdown(self) -> None:
             self.group = None
