@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 from slime_tis import (
     GlobalBatch,
@@ -375,6 +376,18 @@ def test_a_traced_correction_is_the_same(options, tracer):
     traced_weights, traced_mask = tracer(functional_correction(options))(*inputs)
     assert torch.equal(traced_weights, weights)
     assert torch.equal(traced_mask, mask)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_batches_of_other_sizes_are_not_compiled_again(options):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(
+        functional_correction(options), fullgraph=True, dynamic=True, backend=counter
+    )
+    for rows, tokens in ((4, 6), (3, 5), (8, 33), (2, 100)):
+        compiled(*torch.full((5, rows, tokens), -0.5))
+    assert counter.frame_count == 1
 
 
 # a mean over the batch differs from the means over its rows
