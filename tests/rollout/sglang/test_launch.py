@@ -392,7 +392,7 @@ def test_servers_end_with_this_program(packages, tmp_path):
     server = facts(receiver.recv())
     program.kill()
     program.join()
-    wait_until_gone(server["pid"])
+    wait_until_gone(server["pid"], server["family"][0])
 
 
 def launching(base_port: int, count: int) -> ServerConfig:

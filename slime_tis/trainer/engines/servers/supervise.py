@@ -143,6 +143,9 @@ def watch(server: int, output: int, log: Redacted) -> int:
     while select.select([output], [], [], 0)[0] and copy(output, log):
         pass
     log.write(b"", is_last=True)
+    if 0 not in sources:
+        # The program that started this one has ended, so nobody else ends the server's children.
+        os.killpg(0, signal.SIGKILL)  # this process too
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # ended by a signal; 128 + its number, as a shell reports it
         return 128 - code
