@@ -19,6 +19,7 @@ from slime_tis.parity.executions import EXECUTIONS, Record, Side
 from slime_tis.parity.parity_options import ADAPTER_SAMPLES, NO_ADAPTER, SAMPLES
 from slime_tis.parity.parity_page import write_page
 from slime_tis.parity.parity_text import as_json, text
+from slime_tis.parity.recording import Recording
 from slime_tis.parity.samples import Samples, check_length, joined, random_prompts, read_prompts
 from slime_tis.peft_directory import read_adapter_config
 
@@ -134,15 +135,21 @@ def run(chosen: Namespace, reference: Side, others: list[Side]) -> list[Comparis
         expected = record(samples)
     comparisons = []
     for other in others:
-        with _opened(other) as record:
-            recording = record(samples)
-            comparison = compare(expected, recording, None, samples)
-            if comparison.first is not None:
-                isolated = record(samples, expected)
-                comparison = compare(expected, recording, isolated, samples)
+        comparison = _compared(other, expected, samples)
         cause = adapter_cause(comparison, reference, other, samples, chosen.older_adapter)
         comparisons.append(replace(comparison, cause=cause))
     return comparisons
+
+
+def _compared(other: Side, expected: Recording, samples: Samples) -> Comparison:
+    """Runs an execution, and again with the reference's inputs if an operation differs."""
+    with _opened(other) as record:
+        recording = record(samples)
+        comparison = compare(expected, recording, None, samples)
+        if comparison.first is not None:
+            isolated = record(samples, expected)
+            comparison = compare(expected, recording, isolated, samples)
+    return comparison
 
 
 def _adapters(chosen: Namespace) -> tuple[str, str]:

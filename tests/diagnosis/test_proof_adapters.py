@@ -99,3 +99,10 @@ def test_an_adapter_of_a_missing_model_is_refused(start: Path, tmp_path: Path) -
     save_adapter(tmp_path, {"x": torch.zeros(1)}, json.dumps({"base_model_name_or_path": "a/b"}))
     with pytest.raises(ValueError, match="'a/b', which is no model directory on this machine"):
         prove(dump(loaded(start), engine(start, {})), str(tmp_path))
+
+
+def test_an_adapter_with_scales_per_layer_is_refused(start: Path, tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 8, "alpha_pattern": {"q_proj": 4}}
+    save_adapter(tmp_path, {"x": torch.zeros(1)}, json.dumps(config))
+    with pytest.raises(ValueError, match=r"has alpha_pattern .* only plain LoRA"):
+        read_adapter(str(tmp_path), {})

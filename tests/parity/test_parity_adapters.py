@@ -163,6 +163,13 @@ def test_the_text_has_the_fault_after_the_sentence(base, adapter, capsys):
     assert capsys.readouterr().out.split("\n\n")[1].startswith("The adapter is absent.")
 
 
+def test_the_page_has_the_fault(base, adapter, tmp_path):
+    page = tmp_path / "parity.html"
+    words = [str(base), "--adapter", adapter, "--other", "full", "--other-adapter", "none"]
+    assert main(["parity", *words, "--out", str(page)]) == 0
+    assert "<p>The adapter is absent. With the reference" in page.read_text()
+
+
 def test_few_samples_are_no_search(base, adapter, capsys):
     words = [base, "--adapter", adapter, "--samples", "2", "--other", "full"]
     cause = compared(capsys, *words, "--other-adapter", "none")["cause"]
