@@ -64,6 +64,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 24,
     },
+    # Before a recurrence, attention makes padding differ from 0.
+    "qwen3_next": {"layer_types": ["full_attention", "linear_attention"]},
     "smollm3": {"num_hidden_layers": 4},  # the fourth one has no rotary embedding
 }
 """Fields of config.json with the properties that distinguish a family."""
