@@ -112,6 +112,7 @@ MODELS: Mapping[str, Model] = {
         },
     ),
     "qwen3_next": Model(title="Qwen3-Next", family="qwen3_next", fields=SIZES),
+    "qwen3_5": Model(title="Qwen3.5", family="qwen3_5", fields=SIZES),
     "gpt_oss": Model(title="gpt-oss", family="gpt_oss", fields={**SIZES, "sliding_window": 6}),
     "deepseek_v2": Model(
         title="DeepSeek-V2-Lite",
