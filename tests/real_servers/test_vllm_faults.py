@@ -44,8 +44,7 @@ def tied_checkpoint(tied_task: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def faulty_server(tied_checkpoint: Path, directory: Path) -> Iterator[RealServer]:
-    """A server whose updates go wrong on demand."""
+def started_server(tied_checkpoint: Path, directory: Path) -> Iterator[RealServer]:
     paths = f"{FAULTY}:{WORKER_DIRECTORY}"
     server = RealServer(
         tied_checkpoint,
@@ -58,6 +57,13 @@ def faulty_server(tied_checkpoint: Path, directory: Path) -> Iterator[RealServer
     )
     yield server.wait()
     server.stop()
+
+
+@pytest.fixture
+def faulty_server(started_server: RealServer) -> RealServer:
+    """A server whose updates go wrong on demand, and right at the start of a test."""
+    plant(started_server, "")
+    return started_server
 
 
 @pytest.fixture
@@ -85,7 +91,6 @@ def run_on(url: str, flags: list[str], output: Path) -> Completed:
 def test_a_run_without_a_fault_passes_the_check(
     tied_task: list[str], faulty_server: RealServer, tmp_path: Path
 ) -> None:
-    plant(faulty_server, "")
     run = run_on(faulty_server.url, tied_task, tmp_path)
     assert run.returncode == 0, run.stderr
 
@@ -95,7 +100,6 @@ def test_the_check_names_a_tied_head_that_stays_old(
 ) -> None:
     # The output layer of the initial weights: an older one would already fail the first check,
     # which knows no earlier checksums and names no tensor.
-    plant(faulty_server, "")
     path = str(tied_checkpoint)
     call(faulty_server, "load_checkpoint", path=path, num_tensors=num_tensors(tied_checkpoint))
     plant(faulty_server, "old head")
@@ -119,7 +123,6 @@ def test_the_diagnosis_names_half_an_update(
     flags = [flag for flag in tied_task if flag != "--check-weight-sync"]
     flags += ["--n-samples-per-prompt", "16"]
     after_one_step = tmp_path / "hf"
-    plant(faulty_server, "")
     run = run_on(
         faulty_server.url,
         [*flags, "--num-rollout", "1", "--save-hf", str(after_one_step)],
@@ -145,7 +148,6 @@ def test_the_diagnosis_names_half_an_update(
 def test_the_check_finds_a_cache_that_outlives_updates(
     tied_task: list[str], faulty_server: RealServer, proxy: Proxy, tmp_path: Path
 ) -> None:
-    plant(faulty_server, "")
     # Without the pause and the reset, vLLM loads weights and keeps its prefix cache.
     proxy.swallowed = {
         "/pause": b"{}",
@@ -179,7 +181,6 @@ def test_a_server_that_an_update_left_paused_is_used_again(
     tmp_path: Path,
     short_prompts: list[Prompt],
 ) -> None:
-    plant(faulty_server, "")
     send("POST", f"{faulty_server.url}/pause?mode=keep")
     samples = short_rollout(
         faulty_server.url, tied_checkpoint, tied_reference, tmp_path, short_prompts
@@ -217,7 +218,6 @@ def test_wrong_answers_end_the_rollout_with_a_message(
     tmp_path: Path,
     short_prompts: list[Prompt],
 ) -> None:
-    plant(faulty_server, "")
     with (
         engine_with_weights(
             tied_checkpoint,
