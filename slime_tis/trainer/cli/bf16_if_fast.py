@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
-
 from slime_tis.options.values import Given, Source
 from slime_tis.trainer.cli.train_options import Arguments
 
@@ -19,6 +17,9 @@ def bf16_unit() -> str | None:
     On a CPU this is AMX, whose bf16 products are 3 to 6 times as fast, or AVX512_BF16: on an AMD
     EPYC (Zen 5), the products of SmolLM2 in training took half the time of oneDNN's in float32.
     """
+    # Imported only for the option, because it takes seconds.
+    import torch
+
     if torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "this GPU has bf16 instructions"
