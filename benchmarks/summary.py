@@ -11,6 +11,7 @@ import csv
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks.provenance import ROOT
@@ -40,10 +41,10 @@ README_ROWS = {
     "training step, SmolLM2": STEP_ROWS,
     DECODING.format(precision="fp32"): DECODING_ROWS,
     DECODING.format(precision="bf16"): DECODING_ROWS,
-    "correct(), 512 x 2048 tokens": ("ours, token, lists", "ours, token, packed", "verl 0.9.1"),
+    "correct(), 512 x 2048 tokens": ("ours, token, lists", "verl 0.9.1"),
 }
-"""The subjects and contenders that README.md quotes. The quoted run includes the last contender, a
-peer."""
+"""The subjects and contenders that README.md quotes, ours first. The quoted run includes the last
+contender, a peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,27 +144,21 @@ def three_digits(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
-def line(row: Measurement, with_processor: bool) -> str:
-    """One line of a Markdown table."""
+def line(row: Measurement) -> str:
+    """One line of the page's tables."""
     spread = ""
     if row.lowest is not None and row.highest is not None:
         spread = f"{three_digits(row.lowest)} to {three_digits(row.highest)}"
-    cells = [row.subject, row.contender, f"{three_digits(row.median)} {row.unit}", spread]
-    if with_processor:
-        cells.append(row.processor)
-    cells += [row.threads, row.date, row.commit]
+    median = f"{three_digits(row.median)} {row.unit}"
+    cells = [row.subject, row.contender, median, spread, row.threads, row.date, row.commit]
     return "| " + " | ".join(cells) + " |"
 
 
-def table(rows: Iterable[Measurement], with_processor: bool = False) -> list[str]:
+def table(rows: Iterable[Measurement]) -> list[str]:
     """The lines of a Markdown table."""
-    columns = ["subject", "contender", "median", "range"]
-    if with_processor:
-        columns.append("processor")
-    columns += ["threads", "date", "commit"]
+    columns = ["subject", "contender", "median", "range", "threads", "date", "commit"]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        lines.append(line(row, with_processor))
+    lines.extend(line(row) for row in rows)
     return lines
 
 
@@ -203,9 +198,21 @@ def complete_table(rows: list[Measurement]) -> str:
     return text
 
 
+def quoted_line(run: list[Measurement]) -> str:
+    """One line of README.md: our median of a run, then those of its peers."""
+    ours, *peers = run
+    others = [f"{peer.contender} {three_digits(peer.median)}" for peer in peers]
+    cells = [f"{ours.subject}, {ours.unit}", three_digits(ours.median), "; ".join(others)]
+    cells += [ours.processor, ours.date]
+    return "| " + " | ".join(cells) + " |"
+
+
 def quotation(rows: list[Measurement]) -> str:
-    """The table of README.md."""
-    return "\n".join(table(quoted(rows), with_processor=True)) + "\n"
+    """The table of README.md, which has one line for each run."""
+    lines = ["| subject | slime_tis | others | processor | date |", "|---|---|---|---|---|"]
+    for _, run in groupby(quoted(rows), key=lambda row: row.run):
+        lines.append(quoted_line(list(run)))
+    return "\n".join(lines) + "\n"
 
 
 def with_quotation(page: str, rows: list[Measurement]) -> str:

@@ -37,15 +37,22 @@ def test_table_page_has_all_rows_of_the_result_files() -> None:
     )
 
 
-def test_row_shows_median_range_processor_threads_date() -> None:
-    assert summary.line(ROW, with_processor=True) == (
+def test_row_shows_median_range_threads_date() -> None:
+    assert summary.line(ROW) == (
         "| training step, sort digits | TRL GRPOTrainer | 0.814 s (CPU) | 0.779 to 0.849"
-        " | AMD EPYC (family 26, model 2) | 1 | 2026-11-27 | abc1234 |"
+        " | 1 | 2026-11-27 | abc1234 |"
     )
 
 
+def test_readme_has_one_line_for_a_run() -> None:
+    assert summary.quotation([OURS, ROW]).splitlines()[2:] == [
+        "| training step, sort digits, s (CPU) | 0.426 | TRL GRPOTrainer 0.814"
+        " | AMD EPYC (family 26, model 2) | 2026-11-27 |"
+    ]
+
+
 def test_row_of_one_round_has_no_range() -> None:
-    assert "| 0.426 s (CPU) |  | 1 |" in summary.line(OURS, with_processor=False)
+    assert "| 0.426 s (CPU) |  | 1 |" in summary.line(OURS)
 
 
 def test_processors_have_sections_of_their_own() -> None:
