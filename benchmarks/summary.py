@@ -33,6 +33,7 @@ STEPS = {
     "sort_digits": "training step, sort digits",
     "smollm2": "training step, SmolLM2",
 }
+UNITS = {"cpu": "s (CPU)", "wall": "s (wall)"}
 OURS = "slime_tis, decoupled TIS + RS + veto"
 STEP_ROWS = (OURS, "hand-written loop, own decode", "hand-written loop", "TRL GRPOTrainer")
 DECODING_ROWS = ("slime_tis, in-process engine", "vLLM, CPU build, eager")
@@ -85,12 +86,13 @@ def rows_of(name: str) -> Iterator[dict[str, str]]:
 def whole_steps() -> Iterator[Measurement]:
     """Seconds of a complete training step."""
     for row in rows_of("whole_step.csv"):
+        unit = UNITS[row["clock"]]
         yield Measurement(
             subject=STEPS[row["task"]],
             contender=row["contender"],
             processor=row["machine"],
             threads=row["threads"],
-            unit="s (CPU)" if row["clock"] == "cpu" else "s (wall)",
+            unit=unit,
             median=float(row["median_step_s"]),
             lowest=number(row["fastest_step_s"]),
             highest=number(row["slowest_step_s"]),
