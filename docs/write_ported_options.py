@@ -69,8 +69,10 @@ of layers or a quantized model. If only the running script knows the rank, its v
 verl's FSDP engine has the options `lora_rank`, …, and Megatron's has `lora.rank`, …. An adapter is trained if a rank is above 0:
 """
 ADAPTERS_OF_TRL = """TRL has `use_peft` with the first options, or a `LoraConfig(…)` of PEFT in a Python program. Without layers, `port` writes
-PEFT's default, `q_proj v_proj`. `PeftModel.from_pretrained(model, DIR)` is `--lora-adapter-path DIR`. If a program gets its adapter
-from elsewhere, the command needs the variables `LORA_RANK` and `LORA_ALPHA`:
+PEFT's default, `q_proj v_proj`. `PeftModel.from_pretrained(model, DIR)` is `--lora-adapter-path DIR`. An adapter
+that is not read needs the variables `LORA_RANK` and `LORA_ALPHA`: one of several configurations, `LoraConfig(**options)`, another
+function or class, or any program that imports `peft` or `unsloth` without an adapter that is read. An adapter of a quantized model is
+refused if the options or the program show it (`load_in_4bit`, `load_in_8bit`).
 """
 
 

@@ -113,18 +113,64 @@ def test_adapters_of_a_program_are_converted(source, flags, tmp_path):
     assert flags in port_script(str(path)).command.replace(" \\\n  ", "")
 
 
-def test_an_adapter_that_a_program_loads_is_converted(tmp_path):
+def ported_program(folder, source, beginning):
+    """The converted program with the source of its adapter, after other statements."""
+    path = folder / "grpo.py"
+    path.write_text(beginning + PROGRAM.format(source=source))
+    return port_script(str(path))
+
+
+@pytest.mark.parametrize("name", ["PeftModel", "peft.PeftModel"])
+def test_an_adapter_that_a_program_loads_is_converted(name, tmp_path):
+    script = ported_program(tmp_path, "None", f'm = {name}.from_pretrained(base, "adapter")')
+    assert "--lora-adapter-path adapter" in script.command
+
+
+# (source of the adapter, statements before it, the unread source in the comments)
+UNREAD = {
+    "renamed class": ("LC(r=8)", "from peft import LoraConfig as LC", "peft_config=LC(r=8)"),
+    "adapted model": ("None", "import peft as p\nmodel = p.wrap(m)", "the adapter of grpo.py"),
+    "Unsloth": ("None", "m = Fast.get_peft_model(m, r=8)", "the adapter of grpo.py"),
+    "another class": (
+        "None",
+        'm = AutoPeftModelForCausalLM.from_pretrained("a")',
+        "the adapter of grpo.py",
+    ),
+    "mapping": ("LoraConfig(**more)", "", "LoraConfig(**more)"),
+    "two configurations": ("LoraConfig(r=8)", "LoraConfig(r=4)", "one of several LoraConfig"),
+    "loaded beside a new one": (
+        "LoraConfig(r=8)",
+        'm = PeftModel.from_pretrained(base, "a").merge_and_unload()',
+        "LoraConfig beside PeftModel.from_pretrained",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "beginning", "unread"), UNREAD.values(), ids=UNREAD)
+def test_an_adapter_that_is_not_read_needs_variables(source, beginning, unread, tmp_path):
+    script = ported_program(tmp_path, source, beginning)
+    assert '--lora-rank "${LORA_RANK}"' in script.command
+    assert f"{unread} is not read" in " ".join(script.text.replace("#", " ").split())
+
+
+def test_an_adapter_at_its_position_is_not_forgotten(tmp_path):
     path = tmp_path / "grpo.py"
-    program = PROGRAM.format(source="None")
-    path.write_text(f'model = PeftModel.from_pretrained(base, "adapter"){program}')
-    assert "--lora-adapter-path adapter" in port_script(str(path)).command
+    trainer = "GRPOTrainer(m, f, GRPOConfig(use_vllm=True), d, None, None, None, None, o, make())"
+    path.write_text(trainer)
+    assert '--lora-rank "${LORA_RANK}"' in port_script(str(path)).command
+
+
+@pytest.mark.parametrize("source", ["LoraConfig(r=8)", "make()"])
+def test_an_adapter_of_a_quantized_model_is_refused(source, tmp_path):
+    with pytest.raises(ValueError, match="load_in_4bit=True: only plain LoRA adapters"):
+        ported_program(tmp_path, source, "bits = BitsAndBytesConfig(load_in_4bit=True)")
 
 
 def test_an_adapter_of_the_launched_program_is_not_forgotten(tmp_path):
     (tmp_path / "grpo.py").write_text("config = LoraConfig(r=8)")
     command, comments = ported(tmp_path, TRL)
     assert '--lora-rank "${LORA_RANK}"' in command
-    assert "peft_config=LoraConfig in grpo.py is not read" in comments
+    assert "the adapter of grpo.py is not read" in comments
 
 
 # (command, refused option)
@@ -146,6 +192,10 @@ REFUSED = {
     "excluded by the running script": (
         f"{VERL} {MODEL}.lora_rank=8 {MODEL}.exclude_modules=$X",
         "target_modules=all-linear without ${X}",
+    ),
+    "block of verl": (
+        f"{VERL} '{MODEL}={{lora_rank: 8, lora_alpha: 16}}'",
+        f"{MODEL}={{lora_rank: 8, lora_alpha: 16}}",
     ),
     "both of verl": (f"{VERL} {MODEL}.lora.rank=8 {MODEL}.lora_rank=8", "lora_rank and rank"),
     "quantized model": (f"{TRL} --use_peft --load_in_4bit", "load_in_4bit=True"),

@@ -102,6 +102,8 @@ VERL_MEGATRON = AdapterOptions(
     },
     refuses_others=True,
 )
+VERL_BLOCKS = ("actor_rollout_ref", "actor_rollout_ref.model", "actor_rollout_ref.model.lora")
+"""Options of verl whose value may be a block with options of an adapter."""
 TRL_FLAGS = AdapterOptions(
     rank="lora_r",
     alpha="lora_alpha",
@@ -142,6 +144,10 @@ PEFT_CONFIG = AdapterOptions(
 )
 ADAPTER_FILE = "PeftModel.from_pretrained"
 """Option for the directory of an adapter that a program loads."""
+ADAPTER_PROGRAM = "program with an adapter"
+"""Option for the name of a program that may make an adapter."""
+QUANTIZED = ("load_in_8bit", "load_in_4bit")
+"""Options of TRL, and arguments of transformers' BitsAndBytesConfig and of Unsloth."""
 
 
 @dataclass
@@ -173,6 +179,10 @@ def convert_verl_adapter(options: dict[str, str]) -> AdapterConversion:
     """Returns verl's options of adapters, and removes them from `options`."""
     conversion = AdapterConversion()
     trained = []
+    for block in VERL_BLOCKS:
+        # A value such as {lora_rank: 8} is not read.
+        if "lora" in options.get(block, "").lower():
+            conversion.unsupported.append(f"{block}={legible(options.pop(block))}")
     for names in (VERL_FSDP, VERL_MEGATRON):
         values = _taken(names, options)
         if not _has_rank(names, values):
@@ -192,11 +202,17 @@ def convert_trl_adapter(options: dict[str, str]) -> AdapterConversion:
     conversion = AdapterConversion()
     flags = _taken(TRL_FLAGS, options)
     config = _taken(PEFT_CONFIG, options)
-    has_config = options.pop(PEFT_CLASS, None) is not None
+    has_config = PEFT_CLASS in options
+    unread_config = options.pop(PEFT_CLASS, "")
     loaded = options.pop(ADAPTER_FILE, "")
     use_peft = options.pop("use_peft", "false")
     peft_config = options.pop("peft_config", "None")
-    if loaded:
+    program = options.pop(ADAPTER_PROGRAM, "")
+    if has_config and loaded:
+        _require(f"{PEFT_CLASS} beside {ADAPTER_FILE}", conversion)
+    elif OPEN in unread_config:
+        _require(legible(unread_config), conversion)
+    elif loaded:
         conversion.add("--lora-adapter-path", (loaded,), f"{ADAPTER_FILE}({legible(loaded)})")
     elif has_config:
         _convert(PEFT_CONFIG, config, conversion)
@@ -205,20 +221,35 @@ def convert_trl_adapter(options: dict[str, str]) -> AdapterConversion:
             conversion.todo.append("use_peft is known when the script runs; port has assumed true.")
         _convert(TRL_FLAGS, flags, conversion)
     elif peft_config.lower() not in UNSET:
-        _require(peft_config, conversion)
+        _require(f"peft_config={legible(peft_config)}", conversion)
+    elif program:
+        _require(f"the adapter of {program}", conversion)
     else:
         conversion.same += _spellings(TRL_FLAGS, flags)
+        return conversion
+    _refuse_quantized(flags, conversion)
     return conversion
 
 
-def _require(peft_config: str, conversion: AdapterConversion) -> None:
+def _require(source: str, conversion: AdapterConversion) -> None:
     """Adds flags without values for an adapter that was not read, so that none is forgotten."""
     conversion.flags["--lora-rank"] = Flag("--lora-rank", (f"{OPEN}${{LORA_RANK}}{CLOSE}",))
     conversion.flags["--lora-alpha"] = Flag("--lora-alpha", (f"{OPEN}${{LORA_ALPHA}}{CLOSE}",))
     conversion.todo.append(
-        f"peft_config={legible(peft_config)} is not read: set LORA_RANK and LORA_ALPHA to its"
-        " values, and add --lora-target-modules. Remove the two flags if it is None."
+        f"{source} is not read: set LORA_RANK and LORA_ALPHA to its values, and add its"
+        " --lora-target-modules and --lora-dropout. Remove the two flags if the run trains all"
+        " weights."
     )
+
+
+def _refuse_quantized(flags: Mapping[str, str], conversion: AdapterConversion) -> None:
+    """Refuses adapters of a quantized model, also if the adapter is not that of TRL's flags."""
+    for name in QUANTIZED:
+        value = flags.get(name, "false")
+        spelling = f"{name}={legible(value)}"
+        # With use_peft, the list has it already.
+        if value.lower() not in OFF and spelling not in conversion.unsupported:
+            conversion.unsupported.append(spelling)
 
 
 def _spellings(names: AdapterOptions, values: Mapping[str, str]) -> list[str]:

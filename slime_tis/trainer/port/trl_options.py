@@ -1,6 +1,7 @@
 """The options of TRL in a Python program, a command line and a YAML file; nothing is executed."""
 
 import ast
+import re
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,24 @@ import yaml
 
 from slime_tis.options.flags import flags_of
 from slime_tis.trainer.port.launch_script import CLOSE, OPEN, LaunchScript, text_of
-from slime_tis.trainer.port.other_adapters import ADAPTER_FILE, PEFT_CLASS
+from slime_tis.trainer.port.other_adapters import (
+    ADAPTER_FILE,
+    ADAPTER_PROGRAM,
+    PEFT_CLASS,
+    QUANTIZED,
+)
 
 CONFIGS = ("GRPOConfig", "RLOOConfig")
 """TRL's classes of options."""
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "CorrectedGRPOTrainer")
 """TRL's trainers, and ours for TRL; their `model` may be a path."""
+PEFT_POSITION = 9
+"""Positional arguments before `peft_config` of TRL's GRPOTrainer and RLOOTrainer."""
+ADAPTER_SOURCE = re.compile(
+    rf"^\s*(?:from|import)\s+(?:peft|unsloth)\b|\b{PEFT_CLASS}\(|get_peft_model\(|PeftModel",
+    re.MULTILINE,
+)
+"""Text of programs that may make an adapter. Imports count, because `import … as` renames."""
 SHORT = reprlib.Repr()
 """Cuts lists and mappings of YAML: nested aliases of a short file may stand for gigabytes."""
 SHORT.maxlevel = 2
@@ -33,6 +46,7 @@ def read_trl_program(path: Path) -> LaunchScript:
     except SyntaxError as error:
         raise ValueError(f"{str(path)!r} is not a Python program: {error}.") from None
     script = LaunchScript(path.parent.absolute(), files={path.resolve()})
+    script.program_file = path.name
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -65,12 +79,16 @@ def _last_name(function: ast.expr) -> str:
 
 
 def _add_adapter(call: ast.Call, name: str, script: LaunchScript) -> None:
-    """Adds the options of a new adapter, or the directory of one that the program loads."""
+    """Adds options of adapters: a new one, a loaded one, and whether the model is quantized."""
+    for keyword in call.keywords:
+        if keyword.arg in QUANTIZED:
+            script.words.append(f"--{keyword.arg}={_value(keyword.value)}")
     if name == PEFT_CLASS:
-        script.words.append(f"--{PEFT_CLASS}")
+        script.words.append(f"--{PEFT_CLASS}={_unread_config(call, script)}")
         _add_keywords(call, script, prefix=f"{PEFT_CLASS}.")
         return
-    if name != "from_pretrained" or ast.unparse(call.func) != ADAPTER_FILE:
+    # The class may have its module before it, as in peft.PeftModel.
+    if name != "from_pretrained" or not ast.unparse(call.func).endswith(ADAPTER_FILE):
         return
     arguments = {keyword.arg: keyword.value for keyword in call.keywords}
     directory = arguments.get("model_id")
@@ -80,11 +98,22 @@ def _add_adapter(call: ast.Call, name: str, script: LaunchScript) -> None:
         script.words.append(f"--{ADAPTER_FILE}={_value(directory)}")
 
 
+def _unread_config(call: ast.Call, script: LaunchScript) -> str:
+    """Returns why a LoraConfig cannot be read, marked as not literal; empty if it can be read."""
+    if any(word.startswith(f"--{PEFT_CLASS}=") for word in script.words):
+        return f"{OPEN}one of several {PEFT_CLASS}{CLOSE}"
+    if any(keyword.arg is None for keyword in call.keywords):
+        return f"{OPEN}{ast.unparse(call)}{CLOSE}"
+    return ""
+
+
 def _add_model(call: ast.Call, script: LaunchScript) -> None:
     """Adds the path of a trainer's model, and the source of its adapters.
 
     A model that the program has loaded has no path.
     """
+    if len(call.args) > PEFT_POSITION:
+        script.words.append(f"--peft_config={_value(call.args[PEFT_POSITION])}")
     for keyword in call.keywords:
         if keyword.arg == "peft_config":
             script.words.append(f"--peft_config={_value(keyword.value)}")
@@ -123,7 +152,7 @@ def options_of(launch: LaunchScript) -> dict[str, str]:
         options[name] = " ".join(flag.values) or "True"
     program = _program_with_adapter(launch)
     if program:
-        options.setdefault("peft_config", f"{OPEN}{PEFT_CLASS} in {program}{CLOSE}")
+        options[ADAPTER_PROGRAM] = program
     first, *_ = flags_of(launch.words)
     config = options.pop("config", " ".join(first.values))
     if not config.endswith((".yaml", ".yml")):
@@ -132,9 +161,9 @@ def options_of(launch: LaunchScript) -> dict[str, str]:
 
 
 def _program_with_adapter(launch: LaunchScript) -> str:
-    """Returns the launched Python program if it makes a LoraConfig; empty if it does not."""
+    """Returns the Python program if it may make an adapter; empty if it does not."""
     path = launch.directory / launch.program_file
-    if path.suffix == ".py" and path.is_file() and f"{PEFT_CLASS}(" in text_of(path):
+    if path.suffix == ".py" and path.is_file() and ADAPTER_SOURCE.search(text_of(path)):
         return launch.program_file
     return ""
 
