@@ -1,5 +1,6 @@
-"""Names what is wrong with the LoRA adapter of one of the compared executions."""
+"""Finds the fault of a LoRA adapter from the log-probs of two executions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,9 +33,9 @@ smaller."""
 def adapter_cause(
     comparison: Comparison, reference: Side, other: Side, samples: Samples, older: Sequence[str]
 ) -> str:
-    """Returns what is wrong with the adapter of one side, as `slime-tis diagnose` finds it.
+    """Searches for the fault of the adapter in one side, with the search of `slime-tis diagnose`.
 
-    The reference takes the part of training, and the other side that of the rollout engine.
+    For this search, the reference is the training engine and the other side the rollout engine.
 
     Args:
         comparison: Of both sides.
@@ -44,15 +45,21 @@ def adapter_cause(
         older: Directories of older adapters that the other side may have.
 
     Returns:
-        A sentence; empty without adapters, or if the log-probs are equal up to rounding in fp32.
+        The fault and its proof, or why nothing was searched for; empty without an adapter, or if
+        the log-probs are equal up to rounding in fp32.
 
     Raises:
         ValueError: A directory has no plain LoRA adapter of the model.
     """
-    has_adapter = bool(reference.adapter or other.adapter)
-    # Negated, so that NaN is searched for too.
-    if not has_adapter or not comparison.log_probs.mean > LEAST_DIFFERENCE:
+    adapter = reference.adapter
+    difference = comparison.log_probs.mean
+    if not adapter or difference <= LEAST_DIFFERENCE:
         return ""
+    if not math.isfinite(difference):
+        return (
+            "What is wrong with the adapter was not searched for: log-probs are NaN or infinite."
+            " Check the values of the adapter."
+        )
     if len(samples) < ADAPTER_SAMPLES:
         return (
             f"What is wrong with the adapter was not searched for: that needs --samples"
@@ -65,8 +72,7 @@ def adapter_cause(
 
     # The search for single tensors needs gradients.
     model = load(replace(reference, precision="fp32", adapter="")).requires_grad_(True)
-    adapter = reference.adapter or other.adapter
-    others = merge_adapters(model, reference.adapter, [adapter, *older])
+    others = merge_adapters(model, adapter, older)
     metadata = {
         "temperature": 1.0,
         "precision": comparison.reference.precision,
@@ -77,28 +83,27 @@ def adapter_cause(
     _, proof = explain_disagreement(model, table, others=others, with_progress=True)
     fault = ""
     if proof.explained >= PROVEN:
-        is_applied = bool(reference.adapter)
-        fault = adapter_fault(proof.explanations[0], adapter, older, is_applied=is_applied)
+        fault = adapter_fault(proof.explanations[0], adapter, older)
     return (
         f"{fault}With the reference {comparison.reference.name} as training, and"
         f" {comparison.other.name} as rollout engine: {proof.sentence}"
     )
 
 
-def adapter_fault(explanation: Any, adapter: str, older: Sequence[str], *, is_applied: bool) -> str:
-    """Returns a sentence that says what the other execution does with the adapter.
+def adapter_fault(explanation: Any, adapter: str, older: Sequence[str]) -> str:
+    """Returns the fault of the adapter, such as "The adapter is absent.".
 
     Args:
         explanation: The `Explanation` of the difference.
         adapter: Directory of the adapter.
         older: Directories of older adapters.
-        is_applied: Whether the reference applies the adapter.
 
     Returns:
         The sentence, with a blank at its end; empty if the hypothesis is not about the adapter.
     """
     name = explanation.name
-    scale = explanation.value + is_applied
+    # The value says how many times more than the reference, which applies the adapter once.
+    scale = 1 + explanation.value
     part = name.removesuffix(f" of the adapter {adapter}")
     if name == f"weights of {adapter}" and abs(scale) < ABSENT:
         sentence = "The adapter is absent."
@@ -117,12 +122,13 @@ def adapter_fault(explanation: Any, adapter: str, older: Sequence[str], *, is_ap
     return f"{sentence} "
 
 
-def merge_adapters(model: Any, adapter: str, others: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """Merges the reference's adapter into a model.
+def merge_adapters(model: Any, adapter: str, older: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """Merges an adapter into a model.
 
     Returns:
-        Other weights that an engine may have, by the directory of their adapter. Those of the
-        reference's adapter have it twice, so that −1 times this change is the base model.
+        Weights with which the other side may compute, by the directory of an adapter: the base
+        model with an older adapter, and the base model with `adapter` applied twice. The second
+        change, −1 times, leads back to the base model.
 
     Raises:
         ValueError: A directory has no plain LoRA adapter of the model.
@@ -132,21 +138,16 @@ def merge_adapters(model: Any, adapter: str, others: Sequence[str]) -> dict[str,
 
     state = model.state_dict()
     base = dict(state)
-    weights: dict[str, dict[str, Tensor]] = {}
-    if adapter:
-        once = read_adapter(adapter, state)
-        weights[adapter] = {name: 2 * weight - state[name] for name, weight in once.items()}
-        for name in once:
-            base[name] = state[name].clone()
-        _assign(state, once)
-    for directory in others:
-        if not directory or directory in weights:
-            continue
-        adapted = read_adapter(directory, base)
-        if adapter:
-            # The complete model, because the reference's adapter may have more layers.
-            adapted = base | adapted
-        weights[directory] = adapted
+    once = read_adapter(adapter, state)
+    twice = {name: 2 * weight - state[name] for name, weight in once.items()}
+    for name in once:
+        base[name] = state[name].clone()
+    _assign(state, once)
+    weights = {adapter: twice}
+    for directory in older:
+        if directory not in weights:
+            # The complete model, because `adapter` may have more layers than the older one.
+            weights[directory] = base | read_adapter(directory, base)
     return weights
 
 

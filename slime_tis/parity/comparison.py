@@ -119,7 +119,7 @@ class Comparison:
     operations: list[OperationDifference]
     """In the order of computation."""
     cause: str = ""
-    """What is wrong with a LoRA adapter, in words; empty without a fault."""
+    """The fault of the LoRA adapter, or why none is named; empty if none was searched for."""
 
     @property
     def first(self) -> OperationDifference | None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.parity.adapters import apply_adapter
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import Recorder, Recording, Rows, replaced_attribute
 from slime_tis.parity.samples import Samples
+from slime_tis.parity.transformers_adapters import apply_adapter
 from slime_tis.parity.transformers_executions import DTYPES
 from slime_tis.parity.transformers_sites import recorded
 from slime_tis.trainer.data.sample import Sampling

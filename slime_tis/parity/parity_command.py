@@ -153,12 +153,14 @@ def _compared(other: Side, expected: Recording, samples: Samples) -> Comparison:
 
 
 def _adapters(chosen: Namespace) -> tuple[str, str]:
-    """Returns the directories of the adapters of the reference and of the others.
+    """Returns the adapter of the reference and that of the other executions, "" for none.
 
     Raises:
         ValueError: A directory has no plain LoRA adapter, or the options do not fit together.
     """
     adapter = chosen.adapter
+    if not adapter and (chosen.other_adapter or chosen.older_adapter):
+        raise ValueError("--other-adapter and --older-adapter need --adapter.")
     other = chosen.other_adapter or adapter
     if other == NO_ADAPTER:
         other = ""
@@ -180,10 +182,7 @@ def _adapters(chosen: Namespace) -> tuple[str, str]:
             "--served-adapter names the adapter in requests to a server; it needs --adapter, and"
             " --other sglang or --other vllm."
         )
-    if not (adapter or other):
-        if chosen.other_adapter or chosen.older_adapter:
-            raise ValueError("--other-adapter and --older-adapter need --adapter.")
-    elif chosen.true_on_policy:
+    if adapter and chosen.true_on_policy:
         raise ValueError("--true-on-policy does not work with LoRA adapters; remove --adapter.")
     return adapter, other
 
@@ -193,7 +192,7 @@ def _sample_count(chosen: Namespace) -> int:
     if chosen.samples is not None:
         count: int = chosen.samples
         return count
-    if chosen.adapter or chosen.other_adapter:
+    if chosen.adapter:
         return ADAPTER_SAMPLES
     return SAMPLES
 

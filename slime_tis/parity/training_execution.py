@@ -34,11 +34,15 @@ def opened(side: Side) -> Iterator[Record]:
         micro_batch_size=1,
     )
     architecture = read_model_config(side.checkpoint)["architectures"][0]
-    check_adapters(config, FAMILIES[architecture])
+    with _naming_the_adapter():
+        check_adapters(config, FAMILIES[architecture])
     parallel = initialize(config)
     try:
         kernels = kernels_of(side, parallel.device.type)
-        engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1, kernels=kernels)
+        with _naming_the_adapter():
+            engine = TrainingEngine(
+                config, parallel, temperature=1.0, total_steps=1, kernels=kernels
+            )
 
         @torch.no_grad()
         def record(samples: Samples, substitutes: Recording | None = None) -> Recording:
@@ -47,6 +51,16 @@ def opened(side: Side) -> Iterator[Record]:
         yield record
     finally:
         shut_down()
+
+
+@contextmanager
+def _naming_the_adapter() -> Iterator[None]:
+    """Replaces the option of train.py in errors about the adapter; parity has no such option."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error).replace("--lora-adapter-path is", "the adapter is")
+        raise ValueError(message) from error
 
 
 def _record(

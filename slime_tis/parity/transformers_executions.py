@@ -11,11 +11,11 @@ from transformers import DynamicCache
 
 from slime_tis.errors import quoted_path
 from slime_tis.hf_model import load_causal_lm
-from slime_tis.parity.adapters import apply_adapter
 from slime_tis.parity.checkpoint import read_config
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import HEAD, Operation, Recorder, Recording, Rows
 from slime_tis.parity.samples import Samples
+from slime_tis.parity.transformers_adapters import apply_adapter
 from slime_tis.parity.transformers_sites import recorded
 from slime_tis.trainer.engines.local.token_sampling import log_softmax
 

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_tis.families import FAMILIES
+from slime_tis.peft_directory import AdapterConfig, tensor_name, write_adapter
 from tests.cli.conftest import configured, refusal
 
 OTHER_MODELS = {
@@ -38,6 +40,23 @@ def use_model(architecture):
 def test_layers_without_adapters_are_refused(architecture, message, base):
     use_model(architecture)
     assert message in refusal(base + "--lora-rank 8")
+
+
+def test_the_layers_of_a_saved_adapter_are_named_with_its_option(base):
+    """Without --lora-target-modules in the advice, which does not go with a saved adapter."""
+    use_model("Phi3ForCausalLM")
+    path = Path("adapter")
+    path.mkdir()
+    layer = "model.layers.0.self_attn.q_proj"
+    tensors = {
+        tensor_name(layer, "A"): torch.zeros(4, 32),
+        tensor_name(layer, "B"): torch.zeros(32, 4),
+    }
+    config = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj",))
+    write_adapter(path, tensors, config, base="model")
+    message = refusal(base + "--lora-adapter-path adapter")
+    assert message.startswith("--lora-adapter-path is 'adapter': a Phi-4 checkpoint has no q_proj")
+    assert message.endswith("Give an adapter of only down_proj o_proj.")
 
 
 def test_layers_that_are_not_fused_are_accepted(base):

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_tis.trainer.megatron import checkpoint_saving, sharded_checkpoint
+from slime_tis.trainer.megatron.lora import oversized_targets
 from tests.checkpoints import make_checkpoint
 from tests.lora.engines import PARTITION, adapter_tensors, build, exported, make_samples, train
 from tests.megatron.passes import likelihood, on_ranks
@@ -61,6 +62,21 @@ def one_process(parallel, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_two_ranks_train_the_adapters_of_one(layout, one_process):
     on_ranks(trains_as_one_process, one_process, layout)
+
+
+# One matrix is divided by its rows, the other by its columns.
+OVERSIZED = ["q_proj (64 × 32)", "down_proj (32 × 64)"]
+
+
+def has_oversized_targets(parallel, directory, layout):
+    targets = ("q_proj", "down_proj")
+    options = {"lora_rank": 40, "lora_target_modules": targets}
+    engine = build(directory / "model", parallel, **options, **layout)
+    assert oversized_targets(engine.model.module, 40) == OVERSIZED
+
+
+def test_two_ranks_compare_a_rank_with_complete_matrices(one_process):
+    on_ranks(has_oversized_targets, one_process, LAYOUTS["tensor"])
 
 
 def saves_and_resumes(parallel, directory, layout):

@@ -176,9 +176,23 @@ def test_few_samples_are_no_search(base, adapter, capsys):
     assert cause == "What is wrong with the adapter was not searched for: that needs --samples 16."
 
 
+def test_infinite_log_probs_are_no_search(base, tensors, adapter, tmp_path, capsys):
+    huge = {name: 1e20 * tensor for name, tensor in tensors.items()}
+    other = save(tmp_path / "other", base, huge)
+    words = [base, "--adapter", adapter, "--other", "full", "--other-adapter", other]
+    assert "not searched for: log-probs are NaN" in compared(capsys, *words)["cause"]
+
+
+def test_training_refuses_an_adapter_without_its_own_option(base, tensors, tmp_path, capsys):
+    first = save(tmp_path / "first", base, half_loaded(tensors, "layers.0"))
+    line = refused([str(base), "--adapter", first, "--other", "training"], capsys)
+    assert line.startswith(f"the adapter is '{first}' but it has 14 tensors of 7 layers")
+
+
 REFUSED = {
     "no adapter": (["--adapter", "absent"], "--adapter is 'absent' but it holds no adapter_config"),
-    "another adapter without one": (["--other-adapter", "none"], "need --adapter"),
+    "another adapter without one": (["--other-adapter", "ADAPTER"], "need --adapter"),
+    "no other adapter without one": (["--other-adapter", "none"], "need --adapter"),
     "an older adapter without one": (["--older-adapter", "ADAPTER"], "need --adapter"),
     "shared operations": (
         ["--adapter", "ADAPTER", "--true-on-policy", "--other", "local"],
@@ -207,7 +221,7 @@ def test_an_adapter_of_another_model_is_refused(adapter, tmp_path, capsys):
     capsys.readouterr()
     line = refused([str(other), "--adapter", adapter], capsys)
     assert "but it is not one of this model: the adapter's tensor base_model.model" in line
-    assert "has the shape [32, 4], but the rollout model needs [64, 4]" in line
+    assert "has the shape [32, 4], but the model needs [64, 4]" in line
 
 
 @pytest.fixture

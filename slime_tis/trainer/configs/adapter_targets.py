@@ -1,7 +1,5 @@
 """Checks that the layers of LoRA adapters exist in a family's files and can have adapters."""
 
-from collections.abc import Collection
-
 from slime_tis.errors import quoted_path
 from slime_tis.families import Family
 from slime_tis.peft_directory import read_adapter_config
@@ -9,32 +7,34 @@ from slime_tis.trainer.configs.megatron import LORA_TARGETS, MegatronConfig
 
 
 def check_adapters(megatron: MegatronConfig, family: Family) -> None:
-    """Refuses a directory without an adapter that can be trained, and layers without adapters."""
+    """Checks the layers of new adapters, or of those in --lora-adapter-path.
+
+    Raises:
+        ValueError: A layer cannot have an adapter, or the directory has no plain LoRA adapter.
+    """
     if not megatron.trains_adapters:
         return
-    targets: Collection[str] = megatron.lora_targets
-    subject = "--lora-target-modules"
     path = megatron.lora_adapter_path
-    if path is not None:
+    if path is None:
+        subject = "--lora-target-modules"
+        request = "--lora-rank is given"
+        advice = "Use --lora-target-modules"
+        targets = megatron.lora_targets
+    else:
         subject = f"--lora-adapter-path is {quoted_path(path)}"
-        targets = read_adapter_config(path, subject).targets
-        others = sorted(set(targets) - set(LORA_TARGETS))
-        if others:
-            raise ValueError(
-                f"{subject} but it adapts {', '.join(others)}; only {', '.join(LORA_TARGETS)} can"
-                " have adapters."
-            )
+        request = subject
+        advice = "Give an adapter of only"
+        targets = _saved_targets(path, subject)
     if family.attention.has_delta_nets:
-        flag = "--lora-rank" if path is None else "--lora-adapter-path"
         raise ValueError(
-            f"{flag} is given but most layers of {family.title} have a gated delta net, whose"
-            " projections get no adapters; remove it, which trains all weights."
+            f"{request} but most layers of {family.title} have a gated delta net, whose projections"
+            " get no adapters; only all weights of this model can be trained."
         )
     fused = sorted(set(targets) - _projections(family))
     if fused:
         raise ValueError(
             f"{subject}: a {family.title} checkpoint has no {', '.join(fused)}, but fuses them; an"
-            " adapter of a fused matrix is another one. Use --lora-target-modules"
+            f" adapter of a fused matrix is another one. {advice}"
             f" {' '.join(sorted(_projections(family)))}."
         )
     experts = [name for name in targets if name in ("gate_proj", "up_proj", "down_proj")]
@@ -42,8 +42,24 @@ def check_adapters(megatron: MegatronConfig, family: Family) -> None:
         raise ValueError(
             f"{subject}: {', '.join(experts)} of this model are in experts, which get no adapters:"
             " an adapter of each expert would need its own part in the grouped products of"
-            " training and of the servers. Use --lora-target-modules q_proj k_proj v_proj o_proj."
+            f" training and of the servers. {advice} q_proj k_proj v_proj o_proj."
         )
+
+
+def _saved_targets(path: str, subject: str) -> tuple[str, ...]:
+    """Returns the adapted layers of a directory.
+
+    Raises:
+        ValueError: It has no plain LoRA adapter, or one of other layers.
+    """
+    targets = read_adapter_config(path, subject).targets
+    others = sorted(set(targets) - set(LORA_TARGETS))
+    if others:
+        raise ValueError(
+            f"{subject} but it adapts {', '.join(others)}; only {', '.join(LORA_TARGETS)} can"
+            " have adapters."
+        )
+    return targets
 
 
 def _projections(family: Family) -> set[str]:

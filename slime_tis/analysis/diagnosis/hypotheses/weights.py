@@ -49,7 +49,7 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
     merged = {}
     try:
         config = json.loads((Path(directory) / "adapter_config.json").read_text())
-        check_method(config, quoted_path(directory))
+        check_method(config, "it is an adapter of PEFT")
         divisor = config["r"]
         if config.get("use_rslora"):
             # Rank-stabilized LoRA divides by √r.

@@ -53,9 +53,7 @@ class UnmergedAdapters:
         if match is not None:
             linear = self._linear(match["layer"])
         if match is None or linear is None:
-            raise ValueError(
-                f"the adapter has {name!r}, but the rollout model has no such linear layer"
-            )
+            raise ValueError(f"the adapter has {name!r}, but the model has no such linear layer")
         layer = match["layer"]
         adapter = self._layers.get(layer)
         if adapter is None:
@@ -124,6 +122,5 @@ def check_shape(
     if not fits:
         shown = ", ".join(map(str, needed))
         raise ValueError(
-            f"the adapter's tensor {name} has the shape {shape}, but the rollout model needs"
-            f" [{shown}]"
+            f"the adapter's tensor {name} has the shape {shape}, but the model needs [{shown}]"
         )

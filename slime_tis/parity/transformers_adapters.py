@@ -11,11 +11,11 @@ def apply_adapter(model: Any, directory: str) -> None:
     """Adds a LoRA adapter to a model of transformers, without merging it.
 
     Raises:
-        ValueError: The directory has no plain LoRA adapter, or one of another model.
+        ValueError: The directory has no plain LoRA adapter, or its adapter is of another model.
     """
     subject = f"the adapter is {quoted_path(directory)}"
     config = read_adapter_config(directory, subject)
-    adapters = UnmergedAdapters(model, config.alpha / config.rank)
+    adapters = UnmergedAdapters(model, config.scale)
     for name, tensor in read_adapter_tensors(directory, subject).items():
         try:
             adapters.assign(name, tensor)
