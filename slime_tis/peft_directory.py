@@ -125,7 +125,7 @@ def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
         ) from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{subject} but {quoted_path(path)} is no LoRA adapter of PEFT.")
-    check_method(config, subject)
+    _check_method(config, subject)
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
@@ -145,8 +145,8 @@ def read_adapter_config(directory: str | Path, subject: str) -> AdapterConfig:
     return AdapterConfig(rank=rank, alpha=alpha, targets=targets)
 
 
-def check_method(config: Mapping[str, Any], subject: str) -> None:
-    """Refuses the settings of another method than plain LoRA.
+def _check_method(config: Mapping[str, Any], subject: str) -> None:
+    """Checks that an adapter's settings are those of plain LoRA.
 
     Raises:
         ValueError: A field of adapter_config.json has another value than with plain LoRA.
@@ -184,7 +184,7 @@ def check_base(directory: str | Path, model: str | Path, subject: str) -> None:
 
 
 def _shapes_of_weights(model: str | Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's tensors, from the headers of its files."""
+    """Reads the shapes of a checkpoint's tensors from the headers of its files."""
     shapes = {}
     for path in set(tensor_files(model).values()):
         for name, (_, shape) in tensors_of(path).items():
@@ -204,9 +204,10 @@ def _check_target_modules(modules: Any, targets: tuple[str, ...], subject: str) 
         return  # a regular expression, all-linear, or the default of PEFT
     listed = sorted({name.rpartition(".")[2] for name in modules})
     if listed != list(targets):
+        names = ", ".join(listed) or "[]"
         raise ValueError(
-            f"{subject} but its {CONFIG} has target_modules {', '.join(listed)}, and its tensors"
-            f" are of {', '.join(targets)}."
+            f"{subject} but its {CONFIG} has target_modules {names}, and its tensors are of"
+            f" {', '.join(targets)}."
         )
 
 

@@ -182,8 +182,8 @@ class AdapterCheck:
         """Returns the adapter's share by the name of the copy of the weights; a collective.
 
         Raises:
-            ValueError: A copy does not apply the adapter, or applies another scale or a part of it,
-                or log-probs are not finite.
+            ValueError: A copy lacks the adapter, has only a part of it, or uses another scale; or
+                log-probs are not finite.
         """
         shares = self._shares()
         self.survival = self._measured_survival()

@@ -13,6 +13,8 @@ from tests.checkpoints import make_checkpoint
 from tests.diagnosis.test_proof import dump
 from tests.diagnosis.test_proof_checkpoints import Weights, engine, loaded, save_adapter
 
+PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,7 +37,7 @@ def adapters(start: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
     paths = []
     for _ in range(2):
         path = tmp_path_factory.mktemp("adapter")
-        config = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(start)}
+        config = {**PLAIN, "base_model_name_or_path": str(start)}
         save_adapter(path, tensors, json.dumps(config))
         paths.append(path)
         for name in tensors:
@@ -102,7 +104,7 @@ def test_an_adapter_of_a_missing_model_is_refused(start: Path, tmp_path: Path) -
 
 
 def test_an_adapter_with_scales_per_layer_is_refused(start: Path, tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 8, "alpha_pattern": {"q_proj": 4}}
+    config = {**PLAIN, "alpha_pattern": {"q_proj": 4}}
     save_adapter(tmp_path, {"x": torch.zeros(1)}, json.dumps(config))
     with pytest.raises(ValueError, match=r"has alpha_pattern .* only plain LoRA"):
         read_adapter(str(tmp_path), {})

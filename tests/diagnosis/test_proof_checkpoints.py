@@ -243,7 +243,7 @@ def save_adapter(directory: Path, tensors: Weights, config: str) -> None:
     (directory / "adapter_config.json").write_text(config)
 
 
-CONFIG = json.dumps({"r": 4, "lora_alpha": 8})
+CONFIG = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8})
 
 
 def test_a_missing_adapter_is_named(start: Path, tmp_path: Path) -> None:
@@ -269,18 +269,23 @@ def plain_adapter(own: Weights) -> Weights:
     }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param('{"r": 4}', id="no alpha"),
-        pytest.param("[]", id="no object"),
-        pytest.param('{"r": 0, "lora_alpha": 8}', id="rank 0"),
-    ],
-)
-def test_a_bad_adapter_config_is_refused(config: str, start: Path, tmp_path: Path) -> None:
+BAD_CONFIGS = {
+    "no object": ("[]", "is no LoRA adapter"),
+    "no alpha": ('{"peft_type": "LORA", "r": 4}', "has lora_alpha None"),
+    "alpha NaN": ('{"peft_type": "LORA", "r": 4, "lora_alpha": NaN}', "has lora_alpha nan"),
+    "alpha -1": ('{"peft_type": "LORA", "r": 4, "lora_alpha": -1}', "has lora_alpha -1"),
+    "rank 0": ('{"peft_type": "LORA", "r": 0, "lora_alpha": 8}', "has r 0"),
+    "another rank": ('{"peft_type": "LORA", "r": 8, "lora_alpha": 8}', "does not fit r 8"),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS)
+def test_a_bad_adapter_config_is_refused(
+    config: str, message: str, start: Path, tmp_path: Path
+) -> None:
     own = loaded(start).state_dict()
     save_adapter(tmp_path, plain_adapter(own), config)
-    with pytest.raises(ValueError, match="no LoRA adapter"):
+    with pytest.raises(ValueError, match=message):
         read_adapter(str(tmp_path), own)
 
 
@@ -306,6 +311,22 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(
     save_adapter(tmp_path, {**plain_adapter(own), **tensors}, CONFIG)
     with pytest.raises(ValueError, match=message):
         read_adapter(str(tmp_path), own)
+
+
+def test_an_adapter_with_only_a_is_refused(start: Path, tmp_path: Path) -> None:
+    own = loaded(start).state_dict()
+    tensors = plain_adapter(own)
+    del tensors[f"{ADAPTED}.lora_B.weight"]
+    save_adapter(tmp_path, tensors, CONFIG)
+    with pytest.raises(ValueError, match="only one of A and B of model"):
+        read_adapter(str(tmp_path), own)
+
+
+def test_an_adapter_of_another_model_is_refused(start: Path, tmp_path: Path) -> None:
+    own = loaded(start).state_dict()
+    save_adapter(tmp_path, plain_adapter(own), CONFIG)
+    with pytest.raises(ValueError, match="it belongs to another model"):
+        read_adapter(str(tmp_path), {ADAPTED_WEIGHT: own[ADAPTED_WEIGHT][:, :16]})
 
 
 def test_another_template_is_named(start: Path) -> None:

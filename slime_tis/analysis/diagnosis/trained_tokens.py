@@ -206,8 +206,8 @@ def _repeats(table: TokenTable) -> Integers | None:
     if table.token is None:
         return None
     key = _sample_and_token(table.sample, table.token)
-    # A stable sort makes equal tokens of a sample neighbors, in their order. A token's index in the
-    # run of its neighbors counts its earlier occurrences.
+    # A stable sort makes equal tokens of a sample neighbors, in their order. A token's
+    # index among these neighbors is the number of its earlier occurrences.
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
     counts = np.diff(np.append(starts, len(key)))

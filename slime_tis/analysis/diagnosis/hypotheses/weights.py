@@ -3,13 +3,10 @@
 These are older or newer weights, adapters, draft models and caches of old weights.
 """
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +14,8 @@ from torch import Tensor
 
 from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, NetworkEdit
 from slime_tis.analysis.diagnosis.hypotheses.network import changed
-from slime_tis.errors import first_line, quoted_path
-from slime_tis.peft_directory import check_method
+from slime_tis.errors import quoted_path
+from slime_tis.peft_directory import read_adapter_config, read_adapter_tensors, tensor_name
 
 Weights = Mapping[str, Tensor]
 """Tensors by name."""
@@ -38,42 +35,33 @@ SUSPECTS = 6
 
 
 def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
-    """Returns the tensors that a LoRA adapter of peft changes, with the adapter added once.
+    """Returns the weights that a LoRA adapter of PEFT changes, with the adapter added once.
+
+    Args:
+        directory: Of the adapter.
+        own: Weights of the model without the adapter.
 
     Raises:
-        ValueError: The directory has no LoRA adapter of the model, or one with tensors that plain
-            LoRA does not have (DoRA, biases, trained embeddings), or with NaN or infinity.
+        ValueError: The directory has no plain LoRA adapter, or its adapter is of another model.
     """
-    from safetensors.torch import load_file
-
+    subject = f"the adapter is {quoted_path(directory)}"
+    scale = read_adapter_config(directory, subject).scale
+    tensors = read_adapter_tensors(directory, subject)
+    layers = {name.rpartition(".lora_")[0].removeprefix("base_model.model.") for name in tensors}
     merged = {}
-    try:
-        config = json.loads((Path(directory) / "adapter_config.json").read_text())
-        check_method(config, "it is an adapter of PEFT")
-        divisor = config["r"]
-        if config.get("use_rslora"):
-            # Rank-stabilized LoRA divides by √r.
-            divisor = math.sqrt(divisor)
-        scale = config["lora_alpha"] / divisor
-        tensors = load_file(Path(directory) / "adapter_model.safetensors")
-        for name, down in tensors.items():
-            if name.endswith(".lora_A.weight"):
-                target = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
-                up = tensors[name.replace(".lora_A.", ".lora_B.")]
-                merged[target] = own[target] + scale * (up.float() @ down.float())
-    except Exception as error:
-        # Broken files raise many types of errors, also one that only safetensors has.
-        message = f"{quoted_path(directory)} is no LoRA adapter of this model"
-        raise ValueError(f"{message}: {type(error).__name__}, {first_line(error)}.") from error
-    if not merged:
-        raise ValueError(f"{quoted_path(directory)} has no tensors lora_A and lora_B.")
-    for name, tensor in tensors.items():
-        if not name.endswith((".lora_A.weight", ".lora_B.weight")):
+    for layer in sorted(layers):
+        down = tensors.get(tensor_name(layer, "A"))
+        up = tensors.get(tensor_name(layer, "B"))
+        weight = own.get(f"{layer}.weight")
+        if down is None or up is None:
+            raise ValueError(f"{subject} but it has only one of A and B of {layer}.")
+        if weight is None or list(weight.shape) != [len(up), down.shape[1]]:
             raise ValueError(
-                f"{quoted_path(directory)} has the tensor {name}, which plain LoRA does not have."
+                f"{subject} but the model has no layer {layer} with {down.shape[1]} inputs and"
+                f" {len(up)} outputs; it belongs to another model."
             )
-        if not tensor.isfinite().all():
-            raise ValueError(f"{quoted_path(directory)} holds NaN or infinity in {name}.")
+        change = scale * (up.float() @ down.float())
+        merged[f"{layer}.weight"] = weight + change.to(weight.device)
     return merged
 
 
@@ -161,7 +149,7 @@ def _tensors_by_part(different: Weights) -> Iterator[tuple[str, dict[str, Tensor
 
 
 def _projections(different: Weights) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yields the tensors of each projection such as q_proj, if there are several."""
+    """Yields the tensors of each projection, such as q_proj, unless there is only one."""
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, weight in different.items():
         projection = name.removesuffix(".weight").rpartition(".")[2]
