@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from slime_tis.trainer.configs.megatron import MegatronConfig
+from slime_tis.trainer.megatron import checkpoint_saving, sharded_checkpoint
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.gated_delta_rule import CHUNK
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, transformers_model
-from tests.megatron.passes import on_ranks
-from tests.megatron.test_family_layers import resumes_with_equal_weights
+from tests.megatron.passes import likelihood, on_ranks
+from tests.megatron.test_family_layers import BATCH, build, resumes_with_equal_weights
 
 FIELDS = {"max_position_embeddings": 512}
 LENGTHS = [3, CHUNK + 1, 2 * CHUNK + 30]
@@ -66,7 +67,34 @@ def test_a_packed_sequence_does_not_see_the_one_behind(engine):
     assert torch.equal(before_second, before_other)
 
 
-def test_states_of_heads_are_resumed_on_two_ranks(tmp_path):
-    make_checkpoint(tmp_path / "model", "qwen3_next")
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_states_of_heads_are_resumed_on_two_ranks(family, tmp_path):
+    make_checkpoint(tmp_path / "model", family)
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     on_ranks(resumes_with_equal_weights, tmp_path, layout)
+
+
+def trained_on_divided_heads(parallel, directory, layout):
+    """Saves a checkpoint after one step, and the weights after the next one."""
+    engine = build(directory, parallel, layout)
+    engine.train_step(BATCH, [[0]], likelihood)
+    checkpoint_saving.save(directory / "save", 1, engine, {"run": "a", "step": 1}, retain=1)
+    engine.train_step(BATCH, [[0]], likelihood)
+    weights = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
+    torch.save(weights, directory / f"weights_{parallel.rank}.pt")
+
+
+def continued_with_complete_heads(parallel, directory, layout):
+    """Resumes on ranks with all heads, and compares the weights after the next step."""
+    engine = build(directory, parallel, layout)
+    checkpoint, _ = sharded_checkpoint.latest_complete_checkpoint(directory / "save")
+    sharded_checkpoint.load(checkpoint, engine)
+    engine.train_step(BATCH, [[0]], likelihood)
+    expected = torch.load(directory / f"weights_{parallel.rank}.pt")
+    torch.testing.assert_close(dict(engine.named_hf_tensors()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_of_divided_heads_is_resumed_with_all_heads(tmp_path):
+    make_checkpoint(tmp_path / "model", "qwen3_5")
+    on_ranks(trained_on_divided_heads, tmp_path, {"tensor_model_parallel_size": 2})
+    on_ranks(continued_with_complete_heads, tmp_path, {})

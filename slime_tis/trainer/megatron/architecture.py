@@ -307,9 +307,8 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         params_dtype=dtype,
         pipeline_dtype=dtype,
         **same_options,  # precision, layout, recomputation
-        # Else a checkpoint joins the same weight of all layers in one tensor, and the optimizer's
-        # part of it must have all layers, trained or not.
-        hetereogenous_dist_checkpoint=config.selected_weights is not None,  # their spelling
+        # their spelling
+        hetereogenous_dist_checkpoint=_has_separate_layers_in_checkpoints(hf, config),
         # Sums over tokens or sequences are divided once, by their number in the global batch.
         calculate_per_token_loss=True,
         variable_seq_lengths=parallel.pipeline_size > 1,
@@ -334,6 +333,15 @@ def _latent_options(hf: Any) -> dict[str, Any]:
         "latent_query_channels": sizes.plain + sizes.rotated,
         "latent_width": before_norms + after_norms,
     }
+
+
+def _has_separate_layers_in_checkpoints(hf: Any, config: MegatronConfig) -> bool:
+    """Returns whether a checkpoint has one tensor per layer, instead of one for all layers.
+
+    A tensor for all layers needs the weight in each of them. Gated delta nets are only in some, and
+    the optimizer's part lacks layers that are not trained.
+    """
+    return bool(delta_net_layers(hf)) or config.selected_weights is not None
 
 
 def _delta_net_values(hf: Any) -> int:

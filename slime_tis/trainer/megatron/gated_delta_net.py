@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -179,13 +180,12 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
             [rows, value heads, Lq, d_v] of the tokens that are queries in attention.
         """
         sizes = self.sizes
-        keys = self.key_heads * sizes.key
-        values = self.value_heads * sizes.value
+        channels = self._channels()
         sequences = rows.gather(inputs[:, None], rows.key_index).squeeze(1)
-        mixed, b, a = sequences.split([2 * keys + values, self.value_heads, self.value_heads], -1)
+        mixed, b, a = sequences.split([sum(channels), self.value_heads, self.value_heads], -1)
         before = F.pad(mixed.mT, (sizes.kernel - 1, 0))
         convolved = F.silu(self.conv1d(before)).mT
-        query, key, value = convolved.split([keys, keys, values], -1)
+        query, key, value = convolved.split(channels, -1)
         output = gated_delta_rule(
             self._key_heads(query) * sizes.key**-0.5,
             self._key_heads(key),
@@ -198,6 +198,11 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         # A row also has tokens that are no queries. A query is the last token that it sees.
         position = rows.mask.sum(-1, keepdim=True) - 1  # [rows, 1, Lq, 1]
         return output.gather(2, position.expand(-1, self.value_heads, -1, sizes.value))
+
+    def _channels(self) -> list[int]:
+        """Returns the numbers of this rank's features of queries, keys and values."""
+        keys = self.key_heads * self.sizes.key
+        return [keys, keys, self.value_heads * self.sizes.value]
 
     def _key_heads(self, x: Tensor) -> Tensor:
         """Normalizes queries or keys, and repeats them for their heads of values.
@@ -234,6 +239,12 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         first_dimension = dict.fromkeys(divided, 0)
         parts |= make_sharded_tensors_for_checkpoint(
             divided, prefix, first_dimension, sharded_offsets
+        )
+        # One tensor each for queries, keys and values: joined, their order of channels would depend
+        # on the number of ranks.
+        convolution = f"{prefix}conv1d.weight"
+        parts[convolution] = _split_tensor_factory(
+            parts[convolution], self._channels(), ["query", "key", "value"], 0
         )
         return parts
 
