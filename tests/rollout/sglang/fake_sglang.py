@@ -106,6 +106,10 @@ class FakeSGLang:
         answer."""
         self.replies = {}
         """Status and body of the next answers of an endpoint."""
+        self.hanging = set()
+        """Endpoints whose requests wait, and are dropped when the endpoint is removed."""
+        self.lost_answers = set()
+        """Endpoints whose requests take effect, but whose connections break before the answer."""
         self.requests = []
         self.posts = []
         """Endpoints and bodies of the other POST requests."""
@@ -237,12 +241,23 @@ class FakeSGLang:
             self.posts.append((path, body))
         else:
             self.gets.append(path)
+        if path in self.hanging:
+            while path in self.hanging:
+                await asyncio.sleep(0.002)
+            return None
         if self.replies.get(path):
             return self.replies[path].pop(0)
         if path == "/health":
             return (200, "") if self.healthy and not self.paused else (503, "")
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
             return 401, recorded("error_401")
+        if method != "POST":
+            return self._description(path)
+        answer = await self._control(path, body)
+        return None if path in self.lost_answers else answer
+
+    def _description(self, path):
+        """The answer to a GET."""
         if path == "/model_info":
             return 200, {**recorded("model_info"), "weight_version": self.weight_version}
         if path == "/server_info":
@@ -252,7 +267,7 @@ class FakeSGLang:
             return 200, {"data": [{"id": "model", "parent": None}, *models]}
         if path == "/workers" and self.workers:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
-        return await self._control(path, body) if method == "POST" else (404, recorded("error_404"))
+        return 404, recorded("error_404")
 
     async def _control(self, path, body):  # noqa: C901
         if path == "/faults":

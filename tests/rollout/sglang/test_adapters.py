@@ -15,6 +15,7 @@ from slime_tis.trainer.engines.servers.weights.adapters import OWN_NAME
 from slime_tis.trainer.engines.sglang.sglang_api import adapter_flags
 from tests.rollout.sglang.fake_sglang import REFUSED, recorded, wait_until
 from tests.rollout.sglang.rollouts import API, PROMPTS, SAMPLING, Run, versions_of
+from tests.samples import flat
 
 ADAPTER = AdapterConfig(rank=2, alpha=8.0, targets=("q_proj",))
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -235,7 +236,7 @@ def test_weights_of_an_earlier_run_are_refused(start, tmp_path):
         servers[0].info |= INFO
         servers[0].weight_version = "12"
 
-    with pytest.raises(ValueError, match="has the weights of an earlier run"):
+    with pytest.raises(ValueError, match="has the weights of another run"):
         start(1, prepare, adapter=ADAPTER, output_dir=tmp_path, sglang_weight_sync="disk")
 
 
@@ -246,3 +247,82 @@ def test_a_full_disk_ends_the_run(run, monkeypatch):
     monkeypatch.setattr("slime_tis.trainer.engines.servers.weights.adapters.write_adapter", fail)
     with pytest.raises(RolloutUnavailable, match="No space left on device"):
         update(run, 1)
+
+
+def test_a_lost_answer_to_a_load_is_unloaded_at_the_end(run):
+    drop_answers = run.servers[0]
+    drop_answers.lost_answers.add("/load_lora_adapter")
+    update(run, 1)
+    assert loaded_versions(drop_answers) == ["v1"]
+    run.engine.close()
+    assert drop_answers.adapters == {}
+
+
+def test_a_server_that_hangs_while_unloading_ends_no_update(run, monkeypatch):
+    monkeypatch.setattr("slime_tis.trainer.engines.servers.weights.adapters.RELEASE_TIMEOUT", 0.05)
+    for server in run.servers:
+        server.hanging.add("/unload_lora_adapter")
+    update(run, 1)
+    update(run, 2)
+    assert versions_of(run.engine.generate(PROMPTS, SAMPLING, seed=0)) == {2}
+
+
+def test_an_adapter_that_was_not_unloaded_goes_with_a_later_update(run, monkeypatch):
+    monkeypatch.setattr("slime_tis.trainer.engines.servers.weights.adapters.RELEASE_TIMEOUT", 0.05)
+    (server, _) = run.servers
+    server.hanging.add("/unload_lora_adapter")
+    update(run, 1)
+    update(run, 2)
+    wait_until(lambda: server.count("/unload_lora_adapter") == 1)
+    server.hanging.clear()
+    wait_until(lambda: len(weight_directories(run)) == 1)
+    update(run, 3)
+    wait_until(lambda: loaded_versions(server) == ["v3"])
+
+
+def weight_directories(run: Run) -> list[Path]:
+    return list(Path(run.engine._host.output_dir).glob("sglang_weights/weights_*"))
+
+
+def test_a_death_with_requests_in_flight_ends_their_adapter(run):
+    pending = rollout_over_update(run)
+    run.servers[0].die()
+    run.release()
+    pending.result()
+    wait_until(lambda: len(weight_directories(run)) == 1)
+
+
+def test_a_run_closes_with_requests_in_flight(run):
+    rollout_over_update(run)
+    run.engine.close()
+    assert run.servers[0].adapters == {}
+
+
+def test_the_users_directory_keeps_only_the_newest_adapter(start, tmp_path):
+    run = start(
+        2,
+        take_adapters,
+        adapter=ADAPTER,
+        output_dir=tmp_path,
+        sglang_weight_sync="disk",
+        sglang_weight_dir=str(tmp_path / "mine"),
+    )
+    rollout_over_update(run)
+    run.engine.close()
+    (directory,) = tmp_path.glob("mine/weights_*")
+    assert directory.name.startswith("weights_00000002_")
+
+
+def test_weights_of_another_run_are_not_sampled_from(run):
+    update(run, 1)
+    run.servers[0].weight_version = "12"
+    run.servers[0].version = 12
+    groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
+    workers = {worker for sample in flat(groups) for worker in sample.rollout_workers}
+    assert workers == {1}
+
+
+def test_a_server_with_weights_of_another_run_gets_no_adapter(run):
+    run.servers[0].weight_version = "12"
+    update(run, 1)
+    assert run.servers[0].adapters == {}

@@ -1,5 +1,6 @@
 """One server over real HTTP: its answers, its failures, aborted requests and keys."""
 
+import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
@@ -291,3 +292,20 @@ def test_keys_are_redacted(text: str, redacted: str) -> None:
 
 def test_a_run_without_keys_redacts_nothing() -> None:
     assert Keys({"--sglang-api-key-env": None}).redacted("0123456789") == "0123456789"
+
+
+def test_a_request_that_is_cancelled_twice_is_no_longer_in_flight(fake: FakeSGLang) -> None:
+    fake.faults.append("hang")
+
+    async def work(clients: list[Server]) -> None:
+        task = asyncio.create_task(clients[0].generate(request()))
+        while not fake.requests:
+            await asyncio.sleep(0.002)
+        task.cancel()
+        await asyncio.sleep(0)  # it now waits for the end of its request
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.wait_for(clients[0].ended.wait(), timeout=30.0)
+        assert clients[0].in_flight == {None: 0}
+
+    with_clients([fake], work)

@@ -1,6 +1,7 @@
 """Servers that say that they are paused, as vLLM does: weights come before the next sample."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from slime_tis.trainer.engines.servers.errors import ServerError, ServerPaused
 from slime_tis.trainer.engines.sglang.sglang_api import SGLangApi
 from tests.rollout.sglang.fake_sglang import FakeSGLang, wait_until
 from tests.rollout.sglang.rollouts import PROMPTS, SAMPLING, Run, assert_exact
+from tests.rollout.sglang.test_adapters import ADAPTER, take_adapters
 
 check_health = SGLangApi.check_health
 
@@ -55,3 +57,14 @@ def test_a_server_paused_by_others_gets_weights_again(start: Callable[..., Run])
     wait_until(lambda: run.engine.metrics()["rollout/sglang_deaths"] == 1)
     run.update(2)
     assert_exact(run.engine.generate(PROMPTS, SAMPLING), PROMPTS)
+
+
+def test_adapters_refuse_a_server_that_another_run_paused(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    def prepare(servers: list[FakeSGLang]) -> None:
+        take_adapters(servers)
+        pause(servers)
+
+    with pytest.raises(ValueError, match="is paused, as during an update"):
+        start(1, prepare, adapter=ADAPTER, output_dir=tmp_path, sglang_weight_sync="disk")

@@ -172,6 +172,11 @@ def version_number(name: object) -> int:
     return 0
 
 
+def is_named_by_run(name: str | None) -> bool:
+    """Whether a run sent a server's weights: it named them by a decimal number."""
+    return name is not None and name.isdecimal()
+
+
 def checked_generation(
     sampled: SampledTokens,
     request: GenerateRequest,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -22,7 +22,13 @@ import aiohttp
 from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.api import BodyFilter, Call, GenerateRequest, ServerApi
+from slime_tis.trainer.engines.servers.api import (
+    CONTROL_TIMEOUT,
+    BodyFilter,
+    Call,
+    GenerateRequest,
+    ServerApi,
+)
 from slime_tis.trainer.engines.servers.errors import (
     InvalidAnswer,
     MalformedAnswer,
@@ -75,7 +81,7 @@ class Server:
     """Servers behind a router at this address; requests are aborted there."""
     malformed_answers: int = 0
     in_flight: Counter[str | None] = field(default_factory=Counter)
-    """Requests in flight, by the name of their adapter."""
+    """The number of requests in flight for each adapter."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a request ends."""
     abort_timeout: float = ABORT_TIMEOUT
@@ -102,9 +108,8 @@ class Server:
         After the timeout, or if cancelled, the request is aborted. An aborted request still returns
         the tokens that it has.
         """
-        adapter = self.api.adapter
-        self.in_flight[adapter] += 1
         task = asyncio.create_task(self._send(self.api.generate(request), timeout=None))
+        self._count_until_done(task)
         try:
             await asyncio.wait({task}, timeout=self.timeout)
             with suppress(TimeoutError):
@@ -122,13 +127,15 @@ class Server:
                     self.abort(request.request_id), name=f"abort {request.request_id}"
                 )
             await cancel_and_wait([task])
-            self.in_flight[adapter] -= 1
-            self.ended.set()
 
     async def has_adapter(self) -> bool:
         """Whether the server has the adapter that its requests name; True if they name none."""
         name = self.api.adapter
-        return name is None or name in await self.call(self.api.adapters())
+        return name is None or name in await self.adapters()
+
+    async def adapters(self) -> list[str]:
+        """Names of the adapters that requests may name."""
+        return await self.call(self.api.adapters(), timeout=CONTROL_TIMEOUT)
 
     async def abort(self, request_id: str) -> None:
         """Aborts a request, which then returns its partial response; ignores failures."""
@@ -143,6 +150,18 @@ class Server:
     async def close(self) -> None:
         """Waits for aborts in flight."""
         await self._aborts.wait()
+
+    def _count_until_done(self, task: asyncio.Task[Any]) -> None:
+        """Counts a request of the current adapter as in flight until its task is done."""
+        adapter = self.api.adapter
+        self.in_flight[adapter] += 1
+
+        # Not in a `finally` with an await, which a second cancellation would leave early.
+        def end(_: asyncio.Task[Any]) -> None:
+            self.in_flight[adapter] -= 1
+            self.ended.set()
+
+        task.add_done_callback(end)
 
     async def _send(self, call: Call[Result], *, timeout: float | None) -> Result:
         """Returns the parsed body of a good answer; counts unusable answers."""

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.servers.answers import version_number
+from slime_tis.trainer.engines.servers.answers import is_named_by_run, version_number
 from slime_tis.trainer.engines.servers.api import ServerInfo
 from slime_tis.trainer.engines.servers.client import Server
 from slime_tis.trainer.engines.servers.errors import (
@@ -353,10 +353,11 @@ class HealthMonitor:
         if error is None and not is_router:
             try:
                 version_name = await server.call(server.api.weight_version())
-                state.info = await _description(server, version_name)
+                state.info = await _description(server, version_name, is_paused=is_paused)
             except ServerError as failure:
                 error = failure
-        elif not is_router and self.not_updating.is_set():
+        elif not is_router and self.not_updating.is_set() and server.api.model.adapter is None:
+            # It may be paused. Adapters pause nothing: then its weights may be half an update.
             await server.api.release(server)
         if error is not None:
             if not state.seen:  # later, the reason of its death says more
@@ -368,9 +369,9 @@ class HealthMonitor:
         # server.
         if not self.not_updating.is_set() or state.state != "down":
             return
-        # A run named the version if it is a number; at first contact that was an earlier run.
-        from_earlier_run = not state.seen and (version_name or "").isdecimal()
-        # The version says nothing about the adapter, which a restarted server does not have.
+        # At first contact that was an earlier run.
+        from_earlier_run = not state.seen and is_named_by_run(version_name)
+        # Adapters do not change the version's name, and a restarted server has lost its adapter.
         may_lack_adapter = self._is_watching and server.api.model.adapter is not None
         version_known = (
             state.version_known and not from_earlier_run and not is_paused and not may_lack_adapter
@@ -448,16 +449,24 @@ class HealthMonitor:
         return f"no {self._title} server {text}: {down}."
 
 
-async def _description(server: Server, version_name: str | None) -> ServerInfo:
+async def _description(server: Server, version_name: str | None, *, is_paused: bool) -> ServerInfo:
     """The server's description; adapters add the problem of weights that a run has changed."""
     info = await server.api.info(server)
-    if server.api.model.adapter is not None and (version_name or "").isdecimal():
-        problem = (
-            "has the weights of an earlier run, but the LoRA adapter belongs to those of the"
-            " checkpoint; restart the server, or send merged weights: --rollout-lora merged."
-        )
-        return replace(info, problem=problem)
-    return info
+    if server.api.model.adapter is None:
+        return info
+    difference = None
+    if is_named_by_run(version_name):
+        difference = "has the weights of another run"
+    elif is_paused:
+        # Updates of adapters pause nothing.
+        difference = "is paused, as during an update of its weights by another run"
+    if difference is None:
+        return info
+    problem = (
+        f"{difference}, but the LoRA adapter belongs to the weights of the checkpoint; restart the"
+        " server, or send merged weights: --rollout-lora merged."
+    )
+    return replace(info, problem=problem)
 
 
 def _raise_refusal(error: RequestError | None) -> None:

@@ -379,8 +379,11 @@ class RolloutTask:
         if server.api.adapter is None:
             health.check_versions(state, first_version, completion.weight_versions)
         else:
-            # The server reports the version of the weights below the adapter. The request named
-            # the adapter, and keeps it over an update.
+            # The server reports the version of the weights below the adapter, which is 0 as long
+            # as no run replaces them.
+            if any(completion.weight_versions):
+                raise UnexpectedWeights(f"{server.url} got the weights of another run.")
+            # The request named the adapter, and keeps it over an update.
             versions = Numbers("q", [first_version] * len(completion.token_ids))
             completion = replace(completion, weight_versions=versions)
         if problem is not None:

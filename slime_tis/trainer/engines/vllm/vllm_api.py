@@ -409,8 +409,8 @@ class VllmApi:
             defaults = {
                 # Else each server binds a thread to every core.
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # Else a server's only worker has a separate process, which costs a third of the
-                # server's memory and of its start.
+                # Else a server's only worker is a separate process, which takes a third of the
+                # memory and of the time to start.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
             for name, value in defaults.items():

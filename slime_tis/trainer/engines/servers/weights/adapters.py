@@ -14,16 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from slime_tis.peft_directory import write_adapter
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.engines.event_loops import BackgroundTasks
 from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
-from slime_tis.trainer.engines.servers.api import RELEASE_TIMEOUT
+from slime_tis.trainer.engines.servers.answers import is_named_by_run
+from slime_tis.trainer.engines.servers.api import CONTROL_TIMEOUT, RELEASE_TIMEOUT
 from slime_tis.trainer.engines.servers.client import Server
 from slime_tis.trainer.engines.servers.errors import RequestError, ServerError
-from slime_tis.trainer.engines.servers.weights.protocol import hand_out, weights_thread
+from slime_tis.trainer.engines.servers.weights.protocol import hand_back, hand_out
 from slime_tis.trainer.engines.servers.weights.shared_directory import (
     NamedTensors,
     SharedDirectory,
@@ -35,7 +34,7 @@ OWN_NAME = re.compile(r"slime_tis-v\d+-[0-9a-f]{8}")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedAdapter:
-    """An adapter, and the servers that were given it."""
+    """An adapter, and the servers that may have it."""
 
     name: str
     directory: Path
@@ -51,7 +50,6 @@ class AdapterSync:
     def __init__(self, config: ServerConfig, host: EngineHost, urls: Sequence[str]) -> None:
         self._host = host
         self._directory = SharedDirectory(config, host, urls)
-        self._weights_thread = weights_thread(torch.device(host.device))
         self._current: LoadedAdapter | None = None
         self._in_use: dict[str, LoadedAdapter] = {}
         """The current adapter, and older ones that requests in flight use, by name."""
@@ -61,9 +59,7 @@ class AdapterSync:
         self, servers: Sequence[Server], source: WeightSource, version: int
     ) -> dict[Server, str]:
         """See WeightSync; requests in flight keep their adapter."""
-        directory = await asyncio.get_running_loop().run_in_executor(
-            self._weights_thread, self._directory.write, source, version, self._write
-        )
+        directory = await self._directory.write(source, version, self._write)
         previous = self._current
         # The trial before the first step and the first adapter have the same version.
         name = f"slime_tis-v{version}-{secrets.token_hex(4)}"
@@ -78,18 +74,18 @@ class AdapterSync:
         """Makes a server load the current adapter, if any."""
         if self._current is None:
             return False
-        failed = await hand_out([server], self._load)
-        if server in failed:
-            raise ServerError(failed[server])
+        await hand_back(server, self._load)
         return True
 
     async def close(self) -> None:
         """Unloads all adapters, and removes temporary ones; see SharedDirectory."""
-        await self._retirements.cancel()
-        for adapter in self._in_use.values():
-            await asyncio.gather(*(_unload(server, adapter.name) for server in adapter.servers))
-        self._weights_thread.shutdown(wait=False)
-        self._directory.close()
+        try:
+            await self._retirements.cancel()
+            await asyncio.gather(*map(_unload_everywhere, self._in_use.values()))
+        finally:
+            if self._current is not None:
+                self._directory.remove(but=[self._current.directory])
+            self._directory.close()
 
     def _write(self, directory: Path, named_tensors: NamedTensors) -> None:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in named_tensors}
@@ -101,16 +97,19 @@ class AdapterSync:
         """Makes a server load the current adapter, which later requests then name."""
         adapter = self._current
         assert adapter is not None
-        names = await server.call(server.api.adapters())
+        base = await server.call(server.api.weight_version(), timeout=CONTROL_TIMEOUT)
+        if is_named_by_run(base):
+            raise ServerError(f"{server.url} got the weights of another run, version {base}.")
+        names = await server.adapters()
         for name in names:
             # Left by an earlier run, or by an unloading that failed.
             if OWN_NAME.fullmatch(name) and name not in self._in_use:
                 await _unload(server, name)
+        # Before the load, whose answer may get lost.
+        adapter.servers.add(server)
         # A server that was only out of reach still has it.
         if adapter.name not in names:
             await server.call(server.api.load_adapter(adapter.name, adapter.directory))
-        await server.api.resume(server)  # an earlier run may have left it paused
-        adapter.servers.add(server)
         server.api = server.api.with_adapter(adapter.name)
         if not await server.has_adapter():
             raise ServerError(f"{server.url} does not list the adapter {adapter.name} it loaded.")
@@ -126,6 +125,10 @@ class AdapterSync:
             server.ended.clear()
             await server.ended.wait()
         await _unload(server, adapter.name)
+
+
+async def _unload_everywhere(adapter: LoadedAdapter) -> None:
+    await asyncio.gather(*(_unload(server, adapter.name) for server in adapter.servers))
 
 
 async def _unload(server: Server, name: str) -> None:

@@ -1,17 +1,13 @@
 """Weights through a directory shared with the servers."""
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from slime_tis.trainer.configs.servers import ServerConfig
 from slime_tis.trainer.engines.rollout_engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.servers.client import Server
-from slime_tis.trainer.engines.servers.errors import ServerError
-from slime_tis.trainer.engines.servers.weights.protocol import hand_out, resume, weights_thread
+from slime_tis.trainer.engines.servers.weights.protocol import hand_back, hand_out, resume
 from slime_tis.trainer.engines.servers.weights.shared_directory import SharedDirectory
 from slime_tis.trainer.storage.hf_writer import write_hf_checkpoint
 
@@ -27,7 +23,6 @@ class DiskSync:
         self._write_checkpoint = partial(
             write_hf_checkpoint, like=Path(host.hf_checkpoint), shard_bytes=config.bucket_bytes
         )
-        self._weights_thread = weights_thread(torch.device(host.device))
         self._current: tuple[Path, int] | None = None
         """Directory and version of the newest weights."""
 
@@ -35,9 +30,7 @@ class DiskSync:
         self, servers: Sequence[Server], source: WeightSource, version: int
     ) -> dict[Server, str]:
         """See WeightSync; generation pauses while servers read, not while files are written."""
-        written = await asyncio.get_running_loop().run_in_executor(
-            self._weights_thread, self._directory.write, source, version, self._write_checkpoint
-        )
+        written = await self._directory.write(source, version, self._write_checkpoint)
         self._current = (written, version)
         failed = await hand_out(servers, self._load)
         self._directory.remove(but=[written])
@@ -47,14 +40,11 @@ class DiskSync:
         """Makes a server read the newest weights, if any."""
         if self._current is None:
             return False
-        failed = await hand_out([server], self._load)
-        if server in failed:
-            raise ServerError(failed[server])
+        await hand_back(server, self._load)
         return True
 
     async def close(self) -> None:
         """Removes temporary weights; a user's directory keeps the newest ones."""
-        self._weights_thread.shutdown(wait=False)
         self._directory.close()
 
     async def _load(self, server: Server) -> None:

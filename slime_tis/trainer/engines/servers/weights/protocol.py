@@ -106,6 +106,13 @@ async def hand_out(
     return failed
 
 
+async def hand_back(server: Server, load: Callable[[Server], Awaitable[None]]) -> None:
+    """Gives a server weights that it lost; raises ServerError and releases it if it fails."""
+    failed = await hand_out([server], load)
+    if server in failed:
+        raise ServerError(failed[server])
+
+
 async def resume(server: Server, version: int) -> None:
     """Resumes generation; raises ServerError unless the server reports the new version."""
     reported = await server.call(server.api.weight_version())

@@ -1,5 +1,6 @@
 """A directory from which servers read weights."""
 
+import asyncio
 import re
 import secrets
 import shutil
@@ -7,11 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from slime_tis.errors import quoted_path
 from slime_tis.trainer.configs.servers import ServerConfig, is_loopback
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, WeightSource
+from slime_tis.trainer.engines.servers.weights.protocol import weights_thread
 from slime_tis.trainer.storage.directories import LOCK, held, make_private, make_public
 
 NamedTensors = Iterator[tuple[str, Tensor]]
@@ -48,12 +51,15 @@ class SharedDirectory:
         self._lock = ExitStack()
         subject = f"{self._flag} is {quoted_path(self._path)}"
         self._lock.enter_context(held({self._path / LOCK: subject}))
+        self._weights_thread = weights_thread(torch.device(host.device))
         self.remove()
 
-    def write(
+    async def write(
         self, source: WeightSource, version: int, write: Callable[[Path, NamedTensors], None]
     ) -> Path:
         """Writes weights into a new subdirectory, which gets its final name when complete.
+
+        Runs on the thread of weights, so that requests continue.
 
         Args:
             source: Called once, and iterated to its end even if the disk is full.
@@ -62,7 +68,31 @@ class SharedDirectory:
 
         Returns:
             The subdirectory.
+
+        Raises:
+            RolloutUnavailable: A file could not be written.
         """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._weights_thread, self._write, source, version, write)
+
+    def remove(self, but: Collection[Path] = ()) -> None:
+        """Removes this module's subdirectories, except for `but`."""
+        for path in self._path.iterdir():
+            if path in but or not OWN.fullmatch(path.name):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes temporary weights; a user's directory keeps the newest ones."""
+        self._weights_thread.shutdown(wait=False)
+        if self._is_temporary:
+            self.remove()
+        self._lock.close()
+
+    def _write(
+        self, source: WeightSource, version: int, write: Callable[[Path, NamedTensors], None]
+    ) -> Path:
         name = f"{version:08d}_{secrets.token_hex(4)}"
         unfinished = self._path / f"{UNFINISHED}{name}"
         finished = self._path / f"{FINISHED}{name}"
@@ -83,17 +113,3 @@ class SharedDirectory:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         return finished
-
-    def remove(self, but: Collection[Path] = ()) -> None:
-        """Removes this module's subdirectories, except for `but`."""
-        for path in self._path.iterdir():
-            if path in but or not OWN.fullmatch(path.name):
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-
-    def close(self) -> None:
-        """Removes temporary weights; a user's directory keeps the newest ones."""
-        if self._is_temporary:
-            self.remove()
-        self._lock.close()

@@ -269,7 +269,7 @@ def correct_rotation() -> None:
 
 
 # A worker imports this module before it builds its model and its transport, which vLLM looks up by
-# name. The module is also imported where vllm is missing, by tests.
+# name. Tests import this module without vllm.
 if find_spec("vllm") is not None:
     correct_rotation()
     register_transport()
