@@ -145,7 +145,7 @@ study-engines: $(VENV)/.installed-gym $(EXAMPLE)/complete.json data-smollm2 sgla
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.engines.run
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.engines.dumps
 
-study-families: install sglang-env vllm-env  ## Train a tiny model of each family with a real server on a CPU, and compare log-probs: 30 runs of minutes
+study-families: install sglang-env vllm-env  ## Train a tiny model of each family with a real server on a CPU, and compare log-probs: minutes for each row that results.csv lacks
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.families.run
 
 test: $(VENV)/.installed-diffusion $(VENV)/.installed-gym  ## Run the tests

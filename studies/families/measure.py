@@ -72,6 +72,8 @@ def measure(engine: EngineName, name: str, directory: Path) -> Measurement:
     if finished.returncode != 0:
         message = error_message(output / f"{engine}_0.log", finished.stderr)
         message = message.replace(str(directory), "DIR")
+        if not message:  # such as a run that the system killed
+            message = f"train.py ended with status {finished.returncode} and no message"
     return Measurement(
         engine=engine,
         model=name,

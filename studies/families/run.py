@@ -84,7 +84,7 @@ def write(results: Results) -> None:
 
 
 def table(results: Results) -> str:
-    """Returns the Markdown of the table, with a note for each refusal."""
+    """Returns the Markdown of the table, with a note for each failure."""
     notes: list[str] = []
     lines = [f"| family | {' | '.join(TITLES.values())} |", "|---|---|---|"]
     for name, model in MODELS.items():
@@ -103,10 +103,10 @@ def cell(result: Measurement, notes: list[str] | None = None) -> str:
     if not result.message:
         return f"{result.before:.0e}, {result.after:.0e}"
     if notes is None:
-        return f"refused: {result.message}"
+        return f"failed: {result.message}"
     if result.message not in notes:
         notes.append(result.message)
-    return f"refused ({notes.index(result.message) + 1})"
+    return f"failed ({notes.index(result.message) + 1})"
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ def test_without_a_log_the_message_is_that_of_training():
 
 
 def test_equal_messages_have_one_note():
-    refused = Measurement(engine="vllm", model="phi3", before=None, after=None, message="no")
+    failed = Measurement(engine="vllm", model="phi3", before=None, after=None, message="no")
     notes: list[str] = []
-    assert [cell(refused, notes), cell(refused, notes)] == ["refused (1)", "refused (1)"]
+    assert [cell(failed, notes), cell(failed, notes)] == ["failed (1)", "failed (1)"]
 
 
 def test_models_without_a_measurement_were_not_run():
