@@ -32,8 +32,7 @@ from slime_tis.trainer.engines.weight_rounding import COARSENESS, Precision, Wei
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.batch import make_batch
-from slime_tis.trainer.megatron.lora import lora_settings
-from slime_tis.trainer.megatron.lora_weights import adapted_layers
+from slime_tis.trainer.megatron.lora_weights import adapted_layers, adapter_config
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 
@@ -202,11 +201,10 @@ class PolicyWeights:
     @property
     def unmerged_adapter(self) -> AdapterConfig | None:
         """Settings of the LoRA adapter that is sent unmerged; None if all weights are sent."""
-        settings = lora_settings(self.megatron)
-        if settings is None or self.megatron.rollout_lora == "merged":
+        if not self.megatron.trains_adapters or self.megatron.rollout_lora == "merged":
             return None
-        targets = tuple(sorted(settings.targets))
-        return AdapterConfig(rank=settings.rank, alpha=settings.alpha, targets=targets)
+        # From the model, because the directory of --lora-adapter-path may be gone by now.
+        return adapter_config(self.learner.engine.model)
 
     def send(self) -> dict[str, float]:
         """Sends and checks the current weights and returns metrics of the update; a collective."""

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_tis.main import train
+from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron import hf_weights
 from tests.runs import metrics_of, run_here, training_metrics
 
@@ -76,6 +77,23 @@ def test_training_continues_from_an_exported_adapter(task, finished, tmp_path):
     rows = run_here([*task, *flags, "--num-rollout", "1"], tmp_path / "run")
     assert rows[0]["train/kl_loss"] > 0
     assert rows[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_the_directory_of_the_adapter_may_vanish_during_the_run(
+    task, finished, tmp_path, monkeypatch
+):
+    parent, _ = finished
+    adapter = tmp_path / "adapter"
+    shutil.copytree(parent / "hf", adapter)
+    train_on_batch = Learner.train
+
+    def train_without_directory(self, *args, **kwargs):
+        shutil.rmtree(adapter, ignore_errors=True)
+        return train_on_batch(self, *args, **kwargs)
+
+    monkeypatch.setattr(Learner, "train", train_without_directory)
+    flags = ["--lora-adapter-path", str(adapter), "--num-rollout", "2"]
+    assert len(run_here([*task, *flags], tmp_path / "run")) == 2
 
 
 def test_two_ranks_equal_one(task, finished, tmp_path):
