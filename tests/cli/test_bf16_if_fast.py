@@ -47,6 +47,7 @@ def precisions(line):
         pytest.param(f"{FLAG} --rollout-precision fp32", ("bf16", "fp32"), id="fp32 rollouts"),
         pytest.param(f"{FLAG} --no-bf16", ("fp32", "fp32"), id="turned off"),
         pytest.param(f"{FLAG} --bf16", ("bf16", "fp32"), id="given"),
+        pytest.param(f"{FLAG} --no-fp16", ("bf16", "bf16"), id="fp16 turned off"),
         pytest.param(f"{FLAG} --no-bf16-if-fast", ("fp32", "fp32"), id="withdrawn"),
     ],
 )

@@ -280,6 +280,20 @@ def test_options_that_a_resumed_run_must_keep(saved, now, message):
         check_options(saved, now)
 
 
+FAST = {"bf16_if_fast": True, "rollout_engine": "local", "rollout_precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("was_bf16", "flags"),
+    [(False, "add --no-bf16, because"), (True, "add --bf16 --rollout-precision bf16, because")],
+    ids=["float32", "bf16"],
+)
+def test_a_machine_with_another_fast_precision_is_told_the_flags(was_bf16, flags):
+    saved = {**FAST, "bf16": was_bf16}
+    with pytest.raises(ValueError, match=flags):
+        check_options(saved, {**saved, "bf16": not was_bf16})
+
+
 def test_the_rollout_seed_may_change_without_shuffling():
     check_options(SAVED, {**SAVED, "rollout_seed": 6, "lr": 2.0})
 

@@ -1,12 +1,10 @@
-"""Turns --bf16-if-fast into --bf16 and a precision of the local engine, where bf16 is faster."""
+"""The flag --bf16-if-fast: adds --bf16 and --rollout-precision bf16 where bf16 is faster."""
 
 from collections.abc import Mapping
 
 from slime_tis.options.values import Given, Source
 from slime_tis.trainer.cli.train_options import Arguments
 
-EXPLICIT = ("bf16", "fp16")
-"""Options that decide instead of --bf16-if-fast."""
 BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}
 """Instructions that multiply bf16 matrices fast, by torch's names of the processor's features."""
 
@@ -38,7 +36,10 @@ def with_detected_precision(given: Mapping[str, Given]) -> dict[str, Given]:
     switch = options.get("bf16_if_fast")
     if switch is None or not switch.value:
         return options
-    if any(name in options for name in EXPLICIT) or bf16_unit() is None:
+    fp16 = options.get("fp16")
+    # MegatronConfig refuses both flags together; `fp16: false` decides nothing.
+    is_fp16 = fp16 is not None and bool(fp16.value)
+    if is_fp16 or "bf16" in options or bf16_unit() is None:
         return options
     detected: dict[str, bool | str] = {"bf16": True}
     engine = options.get("rollout_engine")

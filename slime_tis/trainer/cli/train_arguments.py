@@ -87,7 +87,7 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> 
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    # torchrun starts one process per rank; one of them warns.
+    # Every rank reads the command line; only rank 0 prints its warnings.
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings_of(arguments):
             print(f"warning: {warning}", file=sys.stderr)

@@ -337,11 +337,24 @@ def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         repair = f"set it back to {quoted(saved[name])}"
         if saved[name] is None:
             repair = "remove it"
+        if name == "bf16" and now.get("bf16_if_fast"):
+            repair = _precision_repair(saved)
         raise ValueError(
             f"{flag(name)} is {_value_text(now[name])} but was {_value_text(saved[name])} in the"
             f" run that --load resumes, and {fixed[name]}; {repair} or start afresh with another"
             " --save."
         )
+
+
+def _precision_repair(saved: Mapping[str, Any]) -> str:
+    """Returns advice to add the flags of the saved precision, which decide over --bf16-if-fast."""
+    words = "--no-bf16"
+    if saved["bf16"]:
+        words = "--bf16"
+        if saved.get("rollout_engine") == "local":
+            # Sampling would otherwise change to its default precision.
+            words += f" --rollout-precision {saved['rollout_precision']}"
+    return f"add {words}, because --bf16-if-fast depends on the machine,"
 
 
 def _value_text(value: Any) -> str:
