@@ -62,8 +62,8 @@ def adapter_cause(
         )
     if len(samples) < ADAPTER_SAMPLES:
         return (
-            f"What is wrong with the adapter was not searched for: that needs --samples"
-            f" {ADAPTER_SAMPLES}."
+            f"What is wrong with the adapter was not searched for: that needs {ADAPTER_SAMPLES}"
+            f" samples, and there are {len(samples)}."
         )
     # Imported here, because only adapters need the diagnosis.
     from slime_tis.analysis.diagnosis.proof import PROVEN, explain_disagreement
@@ -82,7 +82,8 @@ def adapter_cause(
     table = TokenTable.from_parts(parts, metadata)
     _, proof = explain_disagreement(model, table, others=others, with_progress=True)
     fault = ""
-    if proof.explained >= PROVEN:
+    # Of two causes that are proven together, the first may explain too little.
+    if proof.is_proven and proof.explanations[0].share >= PROVEN:
         fault = adapter_fault(proof.explanations[0], adapter, older)
     return (
         f"{fault}With the reference {comparison.reference.name} as training, and"

@@ -692,7 +692,7 @@ def report_settings(process: Process, engine: TrainingEngine) -> None:
         oversized = oversized_targets(engine.model.module, settings.rank)
         if oversized:
             print_line(
-                f"warning: --lora-rank {settings.rank} is above the smaller side of"
+                f"warning: the LoRA rank {settings.rank} is above the smaller side of"
                 f" {', '.join(oversized)}; a smaller rank reaches every change of these matrices.",
                 sys.stderr,
             )

@@ -43,10 +43,17 @@ def test_the_reference_policy_is_the_model_without_adapters(finished):
     assert min(divergences[1:]) > 1e-4
 
 
-def test_the_export_names_the_model_and_the_scale(task, finished):
+def exported_config(finished):
     parent, _ = finished
-    config = json.loads((parent / "hf" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == checkpoint_of(task)
+    return json.loads((parent / "hf" / "adapter_config.json").read_text())
+
+
+def test_the_export_names_the_model(task, finished):
+    assert exported_config(finished)["base_model_name_or_path"] == checkpoint_of(task)
+
+
+def test_the_export_has_the_scale(finished):
+    config = exported_config(finished)
     assert (config["r"], config["lora_alpha"]) == (4, 8)
 
 
@@ -206,10 +213,10 @@ def test_a_resumed_run_may_send_its_adapter_otherwise(before, after, task, tmp_p
 def test_a_rank_above_the_size_of_a_matrix_is_a_warning(task, tmp_path, capsys):
     flags = ["--lora-rank", "40", "--lora-target-modules", "q_proj", "--num-rollout", "1"]
     run_here([*task, *flags], tmp_path / "run")
-    message = "warning: --lora-rank 40 is above the smaller side of q_proj (64 × 32); a smaller"
+    message = "warning: the LoRA rank 40 is above the smaller side of q_proj (64 × 32); a smaller"
     assert message in capsys.readouterr().err
 
 
 def test_no_warning_of_a_small_rank(task, tmp_path, capsys):
     run_here([*task, "--lora-rank", "4", "--num-rollout", "1"], tmp_path / "run")
-    assert "--lora-rank" not in capsys.readouterr().err
+    assert "LoRA rank" not in capsys.readouterr().err

@@ -233,7 +233,7 @@ def exports_and_loads(parallel, directory, layout):
     ],
     ids=["tensor", "pipeline"],
 )
-def test_two_ranks_load_and_export_exactly(layout, parallel, tmp_path):
+def test_two_ranks_export_the_adapter_that_they_load(layout, parallel, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3")
     engine = build(checkpoint, parallel)
     randomize_adapters(engine)
