@@ -182,9 +182,10 @@ def quoted(rows: list[Measurement]) -> list[Measurement]:
             if maker not in newest or row.date >= newest[maker].date:
                 newest[maker] = row
         runs = [row.run for row in newest.values()]
-        for row in rows:
-            if row.run in runs and row.contender in contenders:
-                chosen.append(row)
+        quotable = [row for row in rows if row.run in runs and row.contender in contenders]
+        # A line of README.md begins with ours, in whatever order the script measured.
+        quotable.sort(key=lambda row: (runs.index(row.run), row.contender != contenders[0]))
+        chosen += quotable
     return chosen
 
 

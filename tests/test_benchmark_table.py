@@ -79,6 +79,10 @@ def test_run_without_its_peer_is_not_quoted() -> None:
     assert summary.quoted([*with_peer, OURS]) == with_peer
 
 
+def test_ours_comes_first_in_a_run_that_began_with_its_peer() -> None:
+    assert summary.quoted([ROW, OURS]) == [OURS, ROW]
+
+
 def test_page_without_a_place_for_the_table_is_refused() -> None:
     with pytest.raises(ValueError, match="put the lines <!-- benchmarks"):
         summary.with_quotation("# slime_tis\n", [ROW])

@@ -119,6 +119,16 @@ def test_scales_of_another_block_size_are_refused(tmp_path):
         dequantize(model, tmp_path / "out")
 
 
+def test_an_fp8_tensor_that_is_not_a_matrix_is_refused(tmp_path):
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    quantize(model)
+    tensors = load_file(model / "model.safetensors")
+    tensors[UP] = tensors[UP][None]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"the fp8 tensor {UP} has the shape"):
+        dequantize(model, tmp_path / "out")
+
+
 def test_a_name_of_the_hub_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no config"):
         dequantize("deepseek-ai/DeepSeek-V3", tmp_path / "out")

@@ -236,7 +236,7 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
         " --custom-reward-post-process-path"
     ),
     "--multimodal-keys": "prompts are text; use slime for images",
-    ("--no-position-embedding --freeze-indexer"): (LAYERS),
+    "--no-position-embedding --freeze-indexer": LAYERS,
 }
 """Advice on flags of training that this program cannot do, which `slime-tis port` refuses.
 

@@ -112,6 +112,11 @@ def dequantized_tensors(directory: Path, block: tuple[int, int]) -> Iterator[tup
             _check_scales(stem + MXFP4_SCALES, scales, list(tensor.shape[:-1]))
             yield stem, convert_moe_packed_tensors(tensor, scales)
         elif tensor.dtype == torch.float8_e4m3fn:
+            if tensor.ndim != 2:
+                raise ValueError(
+                    f"the fp8 tensor {name} has the shape {list(tensor.shape)}, but only matrices"
+                    " have known blocks; give a checkpoint with one matrix for each weight."
+                )
             scales = _read(files, name + FP8_SCALE)
             blocks = [-(-size // step) for size, step in zip(tensor.shape, block, strict=True)]
             _check_scales(name + FP8_SCALE, scales, blocks)
