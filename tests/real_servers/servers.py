@@ -30,6 +30,10 @@ class TestedEngine:
     """The endpoint that samples."""
     version: str
     """The endpoint that reports the version of the weights."""
+    pause: tuple[str, Mapping[str, str]]
+    """The endpoint and body that stop sampling; requests in flight keep their tokens."""
+    resume: str
+    """The endpoint that continues sampling."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of models that differ from the tests' own ones."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +63,8 @@ ENGINES = {
         command=("-m", "sglang.launch_server", "--model-path"),
         generate="/generate",
         version="/model_info",
+        pause=("/pause_generation", {"mode": "retract"}),
+        resume="/continue_generation",
         variables={"TORCHDYNAMO_DISABLE": "1"},
     ),
     "vllm": TestedEngine(
@@ -66,6 +72,8 @@ ENGINES = {
         command=("-m", "vllm.entrypoints.cli.main", "serve"),
         generate="/inference/v1/generate",
         version="/weight_info",
+        pause=("/pause?mode=keep", {}),
+        resume="/resume",
         # vLLM's attention on a CPU ends the server with heads of 16.
         sizes={"head_dim": 32},
         variables={
@@ -172,6 +180,15 @@ class RealServer:
     def weight_version(self) -> str:
         """The weight version that the server reports."""
         return send("GET", self.url + ENGINE.version).json()["weight_version"]
+
+    def pause(self) -> None:
+        """Stops sampling until `resume` or the end of a weight update."""
+        endpoint, body = ENGINE.pause
+        send("POST", self.url + endpoint, body).raise_for_status()
+
+    def resume(self) -> None:
+        """Continues sampling."""
+        send("POST", self.url + ENGINE.resume, {}).raise_for_status()
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("a") as log:

@@ -159,8 +159,11 @@ def updates(
             samples[version] = flat(engine.generate(prompts, SHORT, seed=0))
         pending = engine.submit(prompts, LONG, seed=0)
         decode_steps(engine, prompts)
+        # Else the server may complete all responses before the update.
+        server.pause()
         engine.update_weights(adapted[3].source, 3)
         names_in_flight = loaded_adapters(server)
+        server.resume()
         samples[3] = flat(engine.generate(prompts, SHORT, seed=0))
         over_update = flat(pending.result())
         wait_for(lambda: len(loaded_adapters(server)) == 1)

@@ -27,7 +27,10 @@ from tests.runs import Completed, make_task, read_metrics, start_apart
 from tests.samples import flat
 
 STEPS = 4
-CONTEXT = 412
+SURPLUS_LENGTH = {"sglang": 400, "vllm": 1200}[ENGINE.name]
+"""Longest response that the interrupted run does not need, in tokens. On a busy machine vLLM
+samples hundreds of tokens before it reads an abort."""
+CONTEXT = SURPLUS_LENGTH + 12
 """Longest prompt and response together of the interrupted run, in tokens."""
 
 
@@ -160,7 +163,7 @@ def experts_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     if ENGINE.name == "sglang":
         family = "qwen3_moe"
         options.append("--use-rollout-routing-replay")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": CONTEXT + 100}
     flags = make_task(directory, family, prompts=32, **sizes, **ENGINE.sizes)
     return [*without_engine(flags), *options, *server_flags(dtype="bfloat16")]
 
@@ -231,10 +234,9 @@ def unfinished_responses(checkpoint: Path) -> list[Sample]:
 
 
 def write_prompts(file: Path) -> Path:
-    """Short and long prompts in turn, which leave room for responses of 400 and of 20 tokens.
+    """Short and long prompts in turn; the long ones leave room for responses of 20 tokens.
 
-    So a rollout is complete while the server still samples after short prompts, even if an abort
-    takes it a hundred tokens.
+    So a rollout is complete while the server still samples the responses to short prompts.
     """
     rows = []
     for number in range(32):
@@ -250,7 +252,8 @@ def interrupted_run(
     experts_task: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> InterruptedRun:
     directory = tmp_path_factory.mktemp("interrupted")
-    flags = [*experts_task, "--num-rollout", "6", "--rollout-max-response-len", "400"]
+    flags = [*experts_task, "--num-rollout", "6"]
+    flags += ["--rollout-max-response-len", str(SURPLUS_LENGTH)]
     flags += ["--partial-rollout", "--over-sampling-batch-size", "8"]
     prompts = write_prompts(directory / "prompts.jsonl")
     flags += ["--prompt-data", str(prompts), "--rollout-max-context-len", str(CONTEXT)]

@@ -87,6 +87,8 @@ def updated_rollout(
         pending = engine.submit(prompts, LONG, seed=0)
         for version in (1, 2):
             decode_steps(engine, prompts)
+            # Else the server may complete all responses while the update is prepared.
+            model.server.pause()
             engine.update_weights(model.references()[version].named_tensors, version)
         return flat(pending.result())
 
