@@ -26,7 +26,7 @@ DTYPES: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
-"""Tensor dtypes of precisions; fp8, int8 and int4 weights are emulated in training's."""
+"""Tensor dtypes of precisions; fp8, int8 and int4 are emulated in the dtype of training."""
 FP8_MAX = 448.0
 """Largest float8_e4m3fn number."""
 FLOATS = {"fp16": (10, -14), "bf16": (7, -126), "fp8": (3, -6)}

@@ -231,6 +231,14 @@ def test_a_server_that_cannot_load_the_adapter_is_refused(start, tmp_path, field
         start(1, prepare, adapter=ADAPTER, output_dir=tmp_path, sglang_weight_sync="disk")
 
 
+def test_a_server_that_adapts_all_layers_is_accepted(start, tmp_path):
+    def prepare(servers):
+        servers[0].info |= INFO | {"lora_target_modules": ["all"]}
+
+    run = start(1, prepare, adapter=ADAPTER, output_dir=tmp_path, sglang_weight_sync="disk")
+    assert run.engine.metrics()["rollout/sglang_live_servers"] == 1
+
+
 def test_weights_of_an_earlier_run_are_refused(start, tmp_path):
     def prepare(servers):
         servers[0].info |= INFO

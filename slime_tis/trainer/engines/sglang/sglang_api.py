@@ -370,7 +370,9 @@ def adapter_flags(adapter: AdapterConfig) -> list[str]:
 
 def adapter_problem(info: ServerDescription, adapter: AdapterConfig) -> str | None:
     """Why a server cannot load the run's LoRA adapters; None if it can."""
-    takes_layers = set(adapter.targets) <= set(info.lora_target_modules or ())
+    layers = info.lora_target_modules or []
+    # SGLang keeps the word all, and replaces it only inside the model.
+    takes_layers = "all" in layers or set(adapter.targets) <= set(layers)
     if info.enable_lora is True and (info.max_lora_rank or 0) >= adapter.rank and takes_layers:
         return None
     return (
