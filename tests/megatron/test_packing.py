@@ -130,6 +130,60 @@ def test_zigzag_over_two_ranks(rank, expected):
     assert values_of(packed) == expected
 
 
+LENGTHS = (9, 1, 8, 2, 3)
+
+
+def test_sequences_of_similar_length_are_rows_of_one_batch():
+    batch = batch_of([[1] * length for length in LENGTHS], [1, 1, 1, 1, 1])
+    layout = pack(batch, limits_padding=True).packed_seq_params
+    lengths = []
+    for rows in layout.rows:
+        assert rows.query_index is not None
+        lengths.append((rows.count, len(rows.query_index) // rows.count))
+    assert lengths == [(2, 9), (2, 3), (1, 1)]
+
+
+@pytest.mark.parametrize("context_size", [1, 2, 3])
+def test_with_limited_padding_each_query_sees_its_sequence(context_size):
+    tokens = [list(range(100 * n, 100 * n + length)) for n, length in enumerate(LENGTHS, 1)]
+    ranks = []
+    for rank in range(context_size):
+        split = RowSplit(context_rank=rank, context_size=context_size)
+        batch = batch_of(tokens, [1, 1, 1, 1, 1], rank, context_size)
+        ranks.append(pack(batch, split, limits_padding=True))
+    gathered = torch.cat([packed.input_ids[0] for packed in ranks])[:, None, None]
+    checked: set[int] = set()
+    for packed in ranks:
+        local = packed.input_ids[0][:, None, None]
+        position = packed.position_ids[0][:, None, None]
+        for rows in packed.packed_seq_params.rows:
+            queries = rows.gather(local, rows.query_index)[:, 0, :, 0]
+            positions = rows.gather(position, rows.query_index)[:, 0, :, 0]
+            keys = rows.gather(gathered, rows.key_index)[:, 0, :, 0]
+            for number in range(rows.count):
+                ends = positions[number].tolist()
+                tokens_and_ends = zip(queries[number].tolist(), ends, strict=True)
+                for index, (token, end) in enumerate(tokens_and_ends):
+                    # 0 pads the chunks of context-parallel ranks; the last query pads a row.
+                    if token == 0 or token in checked:
+                        continue
+                    checked.add(token)
+                    seen = keys[number, : end + 1]
+                    if rows.mask is not None:
+                        seen = keys[number, rows.mask[number, 0, index]]
+                    assert seen.tolist() == list(range(token - end, token + 1))
+    assert len(checked) == sum(LENGTHS)
+
+
+def test_limited_padding_returns_every_token_to_its_place():
+    batch = batch_of([[1] * length for length in LENGTHS], [1, 1, 1, 1, 1])
+    packed = pack(batch, limits_padding=True)
+    layout = packed.packed_seq_params
+    x = torch.arange(packed.input_ids.shape[1]).float()[:, None, None]
+    padded = [rows.gather(x, rows.query_index) for rows in layout.rows]
+    assert torch.equal(layout.packed(padded), x)
+
+
 def test_the_gradient_of_a_rotation_matches_its_formula():
     torch.manual_seed(0)
     x, direction = torch.randn(2, 5, 3, 8, dtype=torch.float64)

@@ -192,6 +192,7 @@ def pack(
     *,
     rotary: "RotaryAngles | None" = None,
     share_prompts: bool = False,
+    limits_padding: bool = False,
 ) -> MicroBatch:
     """Packs sequences into one row, cut for this context-parallel rank.
 
@@ -207,6 +208,8 @@ def pack(
         split: How the row is divided over ranks; one rank if None.
         rotary: Computes the rotary angles; None if the attention layer applies them itself.
         share_prompts: Whether common beginnings are packed once.
+        limits_padding: Whether only sequences of similar length are rows of one padded batch, also
+            without shared prompts.
     """
     split = split or RowSplit()
     totals = list(batch.responses.total_lengths)
@@ -232,7 +235,7 @@ def pack(
         return torch.where(position_T < total_T, flat[index_T], 0)
 
     is_fed_T = (row.position_T < total_T - 1) & (row.sequence_T < len(batch))
-    layout = _layout(row, tree, filler)
+    layout = _layout(row, tree, filler, limits_padding=limits_padding)
     if rotary is not None:
         layout.cos, layout.sin = rotary(row.position_T)
     if tree.is_shared:
@@ -338,7 +341,7 @@ def _positions(offset: Tensor, chunk: Tensor, split: RowSplit) -> Tensor:
     return torch.where(offset < chunk, first, second)
 
 
-def _layout(row: _Row, tree: PrefixTree, filler: int) -> PackedSequences:
+def _layout(row: _Row, tree: PrefixTree, filler: int, *, limits_padding: bool) -> PackedSequences:
     """Describes the row for megatron-core and for the attention in plain torch."""
     size = row.split.context_size
     longest = int(row.local_J.max())
@@ -358,19 +361,36 @@ def _layout(row: _Row, tree: PrefixTree, filler: int) -> PackedSequences:
     has_equal_lengths = int(row.local_J.min()) == longest
     if size == 1 and has_equal_lengths:
         return layout
-    offset = torch.arange(longest)
-    last_J = row.local_J[:, None] - 1
-    query_index = (row.start_J[:, None] + torch.minimum(offset, last_J)).flatten()
+    buckets = [list(range(len(row.local_J)))]
+    if limits_padding:
+        buckets = _buckets_of_similar(row.local_J.tolist())
+    rows = []
+    first_J = torch.empty_like(row.start_J)  # index in the concatenated padded batches
+    padded = 0
+    for bucket in buckets:
+        segments = torch.tensor(bucket)
+        rows.append(_padded_rows(row, segments))
+        length = int(row.local_J[segments].max())
+        first_J[segments] = padded + length * torch.arange(len(bucket))
+        padded += length * len(bucket)
+    layout.rows = tuple(rows)
+    layout.token_index = first_J[row.segment_T] + row.offset_T
+    return layout
+
+
+def _padded_rows(row: _Row, segments: Tensor) -> AttentionRows:
+    """Makes the rows of some segments that share nothing, padded to the longest of these."""
+    local = row.local_J[segments][:, None]
+    offset = torch.arange(int(local.max()))
+    start = row.start_J[segments][:, None]
+    query_index = (start + torch.minimum(offset, local - 1)).flatten()
     key_index = query_index
     mask = None
-    if size > 1:
-        key_index, mask = _gathered_keys(row)
-    padded = AttentionRows(
-        count=len(row.local_J), query_index=query_index, key_index=key_index, mask=mask
+    if row.split.context_size > 1:
+        key_index, mask = _gathered_keys(row, segments)
+    return AttentionRows(
+        count=len(segments), query_index=query_index, key_index=key_index, mask=mask
     )
-    layout.rows = (padded,)
-    layout.token_index = row.segment_T * longest + row.offset_T
-    return layout
 
 
 def _shared_rows(tree: PrefixTree, filler: int) -> tuple[tuple[AttentionRows, ...], Tensor]:
@@ -432,24 +452,26 @@ def _buckets_of_similar(lengths: Sequence[int]) -> list[list[int]]:
     return [sorted(bucket) for bucket in buckets]
 
 
-def _gathered_keys(row: _Row) -> tuple[Tensor, Tensor]:
-    """Finds each segment's keys among the tokens gathered from all context-parallel ranks.
+def _gathered_keys(row: _Row, segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Finds the keys of segments among the tokens gathered from all context-parallel ranks.
 
     Returns:
         Index [rows·Lk] into the gathered tokens, rank by rank, and the causal mask [rows, 1, Lq,
         Lk].
     """
     size = row.split.context_size
-    chunk = row.chunk_J[:, None]
+    chunk = row.chunk_J[segments][:, None]
     last_chunk = torch.tensor(2 * size - 1)
-    key_position = torch.arange(int(row.chunk_J.max()) * 2 * size)[None]
+    key_position = torch.arange(int(chunk.max()) * 2 * size)[None]
     chunk_number = torch.minimum(key_position // chunk, last_chunk)
     is_first_chunk = chunk_number < size
     owner = torch.where(is_first_chunk, chunk_number, last_chunk - chunk_number)
     offset = key_position % chunk + torch.where(is_first_chunk, 0, chunk)
     tokens_per_rank = int(row.local_J.sum())
-    key_index = (owner * tokens_per_rank + row.start_J[:, None] + offset).flatten()
-    query_offset = torch.arange(int(row.local_J.max()))[None].expand(len(chunk), -1)
+    start = row.start_J[segments][:, None]
+    key_index = (owner * tokens_per_rank + start + offset).flatten()
+    longest = int(row.local_J[segments].max())
+    query_offset = torch.arange(longest)[None].expand(len(chunk), -1)
     query_position = _positions(query_offset, chunk.expand_as(query_offset), row.split)
     is_padding = key_position >= 2 * size * chunk
     seen = (key_position[:, None, :] <= query_position[:, :, None]) & ~is_padding[:, None, :]

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime_tis.families import delta_net_layers
 from slime_tis.hf_directory import moe_sizes
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
@@ -486,7 +487,14 @@ class TrainingEngine:
             context_size=parallel.context_size,
             tensor_size=parallel.tensor_size if self.config.sequence_parallel else 1,
         )
-        micro = pack(batch, split, rotary=self.model.rotary, share_prompts=self.shares_prompts)
+        micro = pack(
+            batch,
+            split,
+            rotary=self.model.rotary,
+            share_prompts=self.shares_prompts,
+            # A recurrence keeps many values for each token of a padded row.
+            limits_padding=bool(delta_net_layers(self.model.hf_config)),
+        )
         micro = micro.to(parallel.device)
         micro.packed_seq_params.gives_logits = self.gives_logits and self.ddp.training
         advantages_L = batch.responses.advantages_L
