@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
+from slime_tis.analysis.diagnosis.hypotheses.weights import for_weights, read_adapter
 from slime_tis.analysis.diagnosis.proof import prove
 from tests.checkpoints import make_checkpoint
 from tests.diagnosis.test_proof import dump
@@ -86,6 +86,14 @@ def test_a_fault_of_the_trained_adapter_is_named(
     assert proof.is_proven and proof.engine == "rollout", proof.sentence
     assert claim in proof.sentence
     assert proof.explanations[0].value == pytest.approx(value, abs=0.02)
+
+
+def test_ranges_of_layers_are_tried() -> None:
+    own = {f"model.layers.{layer}.mlp.up_proj.weight": torch.zeros(1, 1) for layer in range(8)}
+    adapted = {name: torch.ones(1, 1) for name in own}
+    names = [name for name in for_weights("a", own, adapted, is_adapter=True) if "layer" in name]
+    ranges = ["0 to 3", "4 to 7", "0 to 1", "2 to 3", "4 to 5", "6 to 7"]
+    assert names == [f"layers {layers} of the adapter a" for layers in ranges]
 
 
 def test_an_older_adapter_in_the_engine_is_named(start: Path, adapters: list[Path]) -> None:
