@@ -63,8 +63,9 @@ In the mode `server`, `vllm_server_host` and `vllm_server_port` are the `--vllm-
 
 ADAPTERS_OF_VERL = """## LoRA adapters
 
-A run with adapters never becomes a run that trains all weights: an adapter that cannot be converted is refused, such as DoRA, wildcards
-of layers or a quantized model. If only the running script knows the rank, its variable stays in the command.
+An adapter that `port` reads never becomes a run that trains all weights: one that cannot be converted is refused, such as DoRA, wildcards
+of layers or a quantized model. If the command trains all weights but a script mentions LoRA or PEFT in words that were not read, such as
+the other branch of an `if`, a comment names them. YAML files of verl are not read. If only the running script knows the rank, its variable stays in the command.
 
 verl's FSDP engine has the options `lora_rank`, …, and Megatron's has `lora.rank`, …. An adapter is trained if a rank is above 0:
 """

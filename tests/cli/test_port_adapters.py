@@ -3,7 +3,7 @@
 import pytest
 
 from slime_tis.trainer.port.port_command import port_script
-from tests.cli.test_port import ported
+from tests.cli.test_port import COMPLETE, ported
 from tests.cli.test_port_verl_trl import TRL, VERL
 
 MODEL = "actor_rollout_ref.model"
@@ -171,6 +171,30 @@ def test_an_adapter_of_the_launched_program_is_not_forgotten(tmp_path):
     command, comments = ported(tmp_path, TRL)
     assert '--lora-rank "${LORA_RANK}"' in command
     assert "the adapter of grpo.py is not read" in comments
+
+
+def test_a_computed_rank_stays_in_the_command(tmp_path):
+    command, _ = ported(tmp_path, f"python train.py {COMPLETE} --lora-rank $((2**4))")
+    assert '--lora-rank "${LORA_RANK}"' in command
+
+
+# Scripts whose adapter is not read.
+UNREAD_WORDS = {
+    "other branch": f'if [ $FULL ]; then A=""; else A=--use_peft; fi\n{TRL} $A',
+    "conditional expansion": f"R=8\npython train.py {COMPLETE} ${{R:+--lora-rank $R}}",
+    "missing sourced file": f"source lora.sh\n{TRL}",
+}
+
+
+@pytest.mark.parametrize("script", UNREAD_WORDS.values(), ids=UNREAD_WORDS)
+def test_an_adapter_in_unread_words_is_named(script, tmp_path):
+    assert "but this command trains all weights" in ported(tmp_path, script)[1]
+
+
+@pytest.mark.parametrize("words", ["# exploration", "--lora-rank 0"])
+def test_a_script_without_adapters_has_no_note(words, tmp_path):
+    comments = ported(tmp_path, f"python train.py {COMPLETE} {words}")[1]
+    assert "but this command trains all weights" not in comments
 
 
 # (command, refused option)

@@ -1,6 +1,7 @@
 """Converts options of LoRA adapters of verl, TRL and PEFT's LoraConfig to flags of train.py.
 
-No run with adapters becomes a run that trains all weights: what cannot be converted is refused.
+An adapter that is read never becomes a run that trains all weights: what cannot be converted is
+refused.
 verl 0.9.1, TRL 1.16.0 and PEFT were read.
 """
 

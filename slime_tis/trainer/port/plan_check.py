@@ -40,9 +40,9 @@ REQUIRED: Words = {
     "--rollout-max-response-len": ("8",),
 }
 """Flags that train.py requires, with values that nothing else contradicts."""
-UNKNOWN_VALUES: Words = {**REQUIRED, "--lora-rank": ("8",)}
-"""Values for flags whose value only the running script knows. Without --lora-rank, the other flags
-of adapters would seem to have no effect."""
+UNKNOWN_VALUES: Words = {**REQUIRED, "--lora-rank": ("8",), "--lora-alpha": ("8",)}
+"""Values for flags that stay in the command if only the running script knows their value. Without
+--lora-rank, the command would train all weights."""
 OUTPUTS = (
     "--save",
     "--save-hf",

@@ -43,10 +43,11 @@ from slime_tis.trainer.port.launch_script import (
     LaunchScript,
     legible,
     read_launch,
+    text_of,
 )
 from slime_tis.trainer.port.other_adapters import PLAIN_LORA
 from slime_tis.trainer.port.other_trainers import Conversion, convert
-from slime_tis.trainer.port.plan_check import OPTION_OF, REQUIRED, check
+from slime_tis.trainer.port.plan_check import OPTION_OF, REQUIRED, UNKNOWN_VALUES, check
 from slime_tis.trainer.port.published_models import model_from_script, name_problem
 from slime_tis.trainer.port.trl_options import read_trl_program
 
@@ -81,6 +82,9 @@ SLIME_DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "--use-distributed-optimizer": (),
 }
 """Options with another default in slime or Megatron-core, and that default."""
+
+ADAPTER_WORD = re.compile(r"[\w.-]*(?<![a-z])(?:lora|peft)(?![a-z])[\w.-]*", re.IGNORECASE)
+"""A word with LoRA or PEFT, such as use_peft, but not exploration."""
 
 TODO = "to do by hand"
 CHANGED = "changed"
@@ -211,8 +215,28 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
         _add_required(ported)
     else:
         _add_defaults(placement, ported)
+    _note_unread_adapters(launch, ported)
     _check(placement, given, model, gpu_memory, ported)
     return ported
+
+
+def _note_unread_adapters(launch: LaunchScript, ported: Ported) -> None:
+    """Adds a note if the script mentions adapters but the command trains all weights.
+
+    They may be in words that were not read: another branch of an `if`, or an unusual expansion.
+    """
+    if any(name.startswith("--lora") for name in ported.flags):
+        return
+    read = " ".join(ported.notes[CHANGED] + ported.notes[RESTATES])
+    mentions: list[str] = []
+    for path in sorted(launch.files):
+        mentions += ADAPTER_WORD.findall(text_of(path))
+    unread = [word for word in dict.fromkeys(mentions) if word not in read]
+    if unread:
+        ported.notes[TODO].append(
+            f"the script mentions {', '.join(unread[:3])}, but this command trains all weights. If"
+            " the run has adapters, add --lora-rank and --lora-alpha."
+        )
 
 
 def _take_conversion(conversion: Conversion, ported: Ported) -> dict[str, Flag]:
@@ -332,7 +356,7 @@ def _port_flag(
         ported.notes[UNSUPPORTED].append(f"{shown}: {ported.for_engine(advice)}.")
     elif is_unknown:
         advice = "add the flag with its value"
-        if name in (*PATHS, *REQUIRED):
+        if name in (*PATHS, *UNKNOWN_VALUES):
             variable = _variable(name)
             ported.flags[name] = (f"{OPEN}${{{variable}}}{CLOSE}",)
             advice = f"set {variable} to it"
