@@ -257,16 +257,16 @@ def test_a_full_disk_ends_the_run(run, monkeypatch):
         update(run, 1)
 
 
-def test_a_lost_answer_to_a_load_is_unloaded_at_the_end(run):
-    drop_answers = run.servers[0]
-    drop_answers.lost_answers.add("/load_lora_adapter")
+def test_an_adapter_whose_load_got_no_answer_is_unloaded_at_the_end(run):
+    server = run.servers[0]
+    server.lost_answers.add("/load_lora_adapter")
     update(run, 1)
-    assert loaded_versions(drop_answers) == ["v1"]
+    assert loaded_versions(server) == ["v1"]
     run.engine.close()
-    assert drop_answers.adapters == {}
+    assert server.adapters == {}
 
 
-def test_a_server_that_hangs_while_unloading_ends_no_update(run, monkeypatch):
+def test_an_update_does_not_wait_for_an_unloading_that_hangs(run, monkeypatch):
     monkeypatch.setattr("slime_tis.trainer.engines.servers.weights.adapters.RELEASE_TIMEOUT", 0.05)
     for server in run.servers:
         server.hanging.add("/unload_lora_adapter")
@@ -275,7 +275,7 @@ def test_a_server_that_hangs_while_unloading_ends_no_update(run, monkeypatch):
     assert versions_of(run.engine.generate(PROMPTS, SAMPLING, seed=0)) == {2}
 
 
-def test_an_adapter_that_was_not_unloaded_goes_with_a_later_update(run, monkeypatch):
+def test_a_later_update_unloads_what_a_hang_left(run, monkeypatch):
     monkeypatch.setattr("slime_tis.trainer.engines.servers.weights.adapters.RELEASE_TIMEOUT", 0.05)
     (server, _) = run.servers
     server.hanging.add("/unload_lora_adapter")
@@ -292,7 +292,7 @@ def weight_directories(run: Run) -> list[Path]:
     return list(Path(run.engine._host.output_dir).glob("sglang_weights/weights_*"))
 
 
-def test_a_death_with_requests_in_flight_ends_their_adapter(run):
+def test_an_adapter_is_retired_if_its_server_dies(run):
     pending = rollout_over_update(run)
     run.servers[0].die()
     run.release()
