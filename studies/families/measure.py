@@ -20,8 +20,15 @@ ENGINES: tuple[EngineName, ...] = ("sglang", "vllm")
 METRIC = "train/train_rollout_logprob_abs_diff"
 ERROR = re.compile(r"\b\w*(?:Error|Exception)(?:: .+)?$", re.MULTILINE)
 """The line of a Python error in a log."""
-FOLLOWING = ("Engine core initialization failed", "EngineDeadError", "cancelled", "py-spy")
-"""Parts of errors that only follow from another one."""
+NO_CAUSES = (
+    "Engine core initialization failed",
+    "EngineDeadError",
+    "cancelled",
+    "py-spy",
+    # vLLM's advice at every start
+    "Consider increasing with ulimit",
+)
+"""Parts of lines with an error that is not the cause: it follows from another one, or is advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +112,7 @@ def error_message(log: Path, stderr: str) -> str:
         errors = ERROR.findall(log.read_text(errors="replace"))
     causes = []
     for error in errors:
-        if not any(part in error for part in FOLLOWING):
+        if not any(part in error for part in NO_CAUSES):
             causes.append(error)
     if causes:
         return causes[-1].strip()

@@ -37,6 +37,14 @@ def test_the_message_is_the_cause_in_the_servers_log(tmp_path):
     assert message == "RuntimeError: Expected size 192 but got 576."
 
 
+def test_advice_about_open_files_is_no_cause(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text(
+        "can cause `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n\n"
+    )
+    assert error_message(log, "error: refused") == "refused"
+
+
 def test_without_a_log_the_message_is_that_of_training():
     assert error_message(Path("missing"), "a warning\nerror: refused\n") == "refused"
 
