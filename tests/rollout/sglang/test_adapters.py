@@ -1,6 +1,7 @@
 """LoRA adapters that servers load by version, against servers that record every request."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -246,6 +247,13 @@ def test_weights_of_an_earlier_run_are_refused(start, tmp_path):
 
     with pytest.raises(ValueError, match="has the weights of another run"):
         start(1, prepare, adapter=ADAPTER, output_dir=tmp_path, sglang_weight_sync="disk")
+
+
+def test_a_run_whose_directory_was_removed_closes(run, tmp_path):
+    update(run, 1)
+    shutil.rmtree(tmp_path / "sglang_weights")
+    run.engine.close()
+    assert run.servers[0].adapters == {}
 
 
 def test_a_full_disk_ends_the_run(run, monkeypatch):

@@ -77,7 +77,8 @@ class SharedDirectory:
 
     def remove(self, but: Collection[Path] = ()) -> None:
         """Removes this module's subdirectories, except for `but`."""
-        for path in self._path.iterdir():
+        # Unlike iterdir, glob finds nothing if somebody removed the directory.
+        for path in self._path.glob("*"):
             if path in but or not OWN.fullmatch(path.name):
                 continue
             if path.is_dir() and not path.is_symlink():
