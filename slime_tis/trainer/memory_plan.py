@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from slime_tis.families import family_of
 from slime_tis.hf_directory import moe_sizes, read_model_config
 from slime_tis.trainer.cli.file_checks import layout_problems
+from slime_tis.trainer.configs.adapter_targets import check_adapters
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
 from slime_tis.trainer.megatron.frozen_weights import freeze_weights, untrained_message
@@ -337,13 +339,15 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         bandwidth: Bandwidth from training to rollout, GB/s.
 
     Raises:
-        ValueError: the model or the ranks do not divide, or a number is out of range.
+        ValueError: The model or the ranks do not divide, a number is out of range, or a layer can
+            have no LoRA adapter.
     """
     _check_numbers(world_size, gpu_memory, bandwidth)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     hf = read_hf_config(config.hf_checkpoint)
     moe = moe_sizes(hf)
     model = read_model_config(config.hf_checkpoint)
+    check_adapters(config, family_of(hf))
     problems = " ".join(layout_problems(config, model, moe, world_size))
     if problems:
         raise ValueError(problems)

@@ -294,6 +294,13 @@ def test_a_pattern_without_a_match_is_refused(tmp_path, capsys):
     assert "'wq_b', which is found in no weight's name" in capsys.readouterr().err
 
 
+def test_adapters_of_a_gated_delta_net_are_refused(tmp_path, capsys):
+    model = make_checkpoint(tmp_path, "qwen3_5")
+    flags = ["--hf-checkpoint", str(model), "--lora-rank", "4"]
+    assert main(["plan", "--world-size", "1", *flags]) == 2
+    assert "have a gated delta net" in capsys.readouterr().err
+
+
 def test_the_copies_of_a_save_are_named(tmp_path, capsys):
     model = make_checkpoint(tmp_path, "qwen3")
     flags = ["--hf-checkpoint", str(model), "--save", "x", "--async-save"]
