@@ -371,6 +371,9 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         f" {len(stages)} × context {config.context_parallel_size} × data {data}, expert"
         f" {config.expert_model_parallel_size}",
     ]
+    if config.bf16_if_fast and not config.bf16:
+        # The run may be on another machine than the plan.
+        lines.append("--bf16-if-fast: the plan is for float32; add --bf16 if the run chooses it.")
     lines += trained
     lines += _table(stages, memory)
     lines += _copies(config, stages)

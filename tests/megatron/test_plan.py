@@ -244,6 +244,13 @@ def test_no_layout_fits_little_memory(tmp_path):
     assert smallest_layout(config, census(config), 8, 1000) is None
 
 
+def test_the_plan_names_the_precision_of_bf16_if_fast(tmp_path, capsys):
+    checkpoint = str(make_checkpoint(tmp_path, "qwen3"))
+    flags = ["--hf-checkpoint", checkpoint, "--bf16-if-fast"]
+    assert main(["plan", "--world-size", "1", *flags]) == 0
+    assert "--bf16-if-fast: the plan is for float32" in capsys.readouterr().out
+
+
 def test_every_size_that_does_not_divide_is_named(tmp_path, capsys):
     checkpoint = make_checkpoint(tmp_path, "qwen3")
     layout = ["--tensor-model-parallel-size", "3", "--pipeline-model-parallel-size", "4"]
