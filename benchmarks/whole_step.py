@@ -41,14 +41,17 @@ TORCH_PACKAGE = "torch==2.13.0"
 
 TASK_FLAGS = "--input-key prompt --label-key label --weight-decay 0 --no-progress"
 
+DECOUPLED = (
+    "--use-tis --use-rs --rs-level geometric --rs-lower-bound 0.5 --rs-upper-bound 2.0"
+    " --rs-veto-threshold 1e-4"
+)
+
 OURS = {
-    "slime_tis, decoupled TIS + RS + veto": (
-        "--use-tis --use-rs --rs-level geometric --rs-lower-bound 0.5 --rs-upper-bound 2.0"
-        " --rs-veto-threshold 1e-4"
-    ),
+    "slime_tis, decoupled TIS + RS + veto": DECOUPLED,
+    "slime_tis, the same in bf16": f"{DECOUPLED} --bf16 --rollout-precision bf16",
     "slime_tis, --use-rollout-logprobs": "--use-rollout-logprobs",
 }
-"""Our contenders, by name: the flags of the correction."""
+"""Our contenders, by name: the flags of the correction and of the precision."""
 
 TRL = "TRL GRPOTrainer"
 TRL_SCRIPT = "trl_grpo.py"
