@@ -59,8 +59,11 @@ PREFILL_TOKENS = 8192
 """Maximum tokens of a pass, including padding."""
 NARROW = 64
 """Columns up to which padding costs less than another pass."""
-DRAWN_ROWS = 8
-"""Rows of logits from which a CPU samples at once: their probabilities stay in its cache."""
+DRAWN_LOGITS = 400_000
+"""Logits from which a CPU samples at once, 8 rows of a vocabulary of 49,152 tokens: their
+probabilities stay in its cache. A small vocabulary needs one pass for the batch."""
+MIN_DRAWN_ROWS = 2
+"""Rows of logits from which a CPU samples at once with the largest vocabularies."""
 SAFE_POINT_INTERVAL = 0.5
 """Seconds between two safe points while no request is in flight."""
 LOOP_TURNS = 4
@@ -543,7 +546,9 @@ class ContinuousBatching:
             if len(rows) < len(works):
                 logits = logits_AV[torch.tensor(rows, device=logits_AV.device)]
             works_of_rows = [works[row] for row in rows]
-            rows_at_once = DRAWN_ROWS if logits.device.type == "cpu" else len(rows)
+            rows_at_once = len(rows)
+            if logits.device.type == "cpu":
+                rows_at_once = max(MIN_DRAWN_ROWS, DRAWN_LOGITS // logits.shape[-1])
             for start in range(0, len(rows), rows_at_once):
                 part = slice(start, start + rows_at_once)
                 self._draw(works_of_rows[part], logits[part], distribution)
