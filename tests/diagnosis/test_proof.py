@@ -498,6 +498,15 @@ def test_another_model_needs_no_search(warm: TokenTable, path: Path) -> None:
     assert "not the model" in proof.sentence
 
 
+def test_masked_tokens_do_not_dilute_the_mismatch(warm: TokenTable, path: Path) -> None:
+    noise = 0.1 * np.random.default_rng(0).standard_normal(warm.tokens)
+    train = (warm.train_log_prob + noise).astype(np.float32)
+    mask = np.zeros(warm.tokens, np.uint8)
+    mask[::RESPONSE] = 1
+    _, proof = prove(replace(warm, train_log_prob=train, loss_mask=mask), str(path))
+    assert "not the model" not in proof.sentence
+
+
 def test_a_hypothesis_without_numbers_explains_nothing(
     warm: TokenTable, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

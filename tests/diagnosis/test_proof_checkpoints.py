@@ -424,6 +424,13 @@ def test_an_exact_second_scoring_is_no_dropout(start: Path, exact: TokenTable) -
     assert proof.causes == ()
 
 
+def test_masked_tokens_do_not_hide_dropout(start: Path, exact: TokenTable) -> None:
+    mask = np.zeros(exact.tokens, np.uint8)
+    mask[::5] = 1
+    proof = proof_of_two_scorings(start, replace(exact, loss_mask=mask), noise_of(exact, 1))
+    assert proof.causes == ("dropout",)
+
+
 def test_the_demo_finds_its_fault_in_an_empty_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -354,7 +354,9 @@ class _Case:
             return self.elsewhere or "No cause is searched for: there is nothing to explain."
         if len(search.inputs) < MIN_SAMPLES or not search.before.sum():
             return "No cause is searched for: too few samples of the step fit."
-        delta = torch.cat(search.delta).nan_to_num(0.0, MAX_SIZE, -MAX_SIZE)
+        delta = torch.cat(search.delta)
+        # NaN marks tokens that do not count, such as tool output.
+        delta = delta[~delta.isnan()]
         mean = float(delta.abs().clamp(max=MAX_SIZE).mean())
         if mean < OTHER_MODEL * min(rescored.train_error, rescored.rollout_error):
             return "The checkpoint is not the model of these samples: both engines differ from it."
@@ -512,8 +514,9 @@ class _Case:
         search = self.search
         if self.rescored.engine != "training":
             return ""
-        second = torch.cat(search.second).nan_to_num(0.0)
-        error = torch.cat([search.change(i) for i in search.all])
+        counts = torch.cat(search.delta).isfinite()
+        second = torch.cat(search.second).nan_to_num(0.0)[counts]
+        error = torch.cat([search.change(i) for i in search.all])[counts]
         other = error + second
         ratio = float(other.abs().sum() / error.abs().sum().clamp_min(TINY))
         correlation = float(torch.corrcoef(torch.stack([error, other]))[0, 1])
