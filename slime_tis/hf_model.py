@@ -81,6 +81,34 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
     return model.eval()
 
 
+def empty_causal_lm(directory: str | Path, *, architecture: str) -> Any:
+    """Returns the model of a directory on the device meta: all modules and shapes, no weights.
+
+    Args:
+        directory: A Hugging Face checkpoint, of which only config.json is read.
+        architecture: The first class in config.json.
+
+    Raises:
+        ValueError: config.json does not load. The message is the end of a sentence about the
+            directory.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    has_aliases = FAMILIES.get(architecture, NO_FAMILY).aliases
+    try:
+        with _silent_transformers(), torch.device("meta"):
+            if has_aliases:
+                config = load_config(directory)
+            else:
+                config = AutoConfig.from_pretrained(
+                    directory, local_files_only=True, trust_remote_code=False
+                )
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        # errors of transformers have no common class
+        raise ValueError(f"does not load: {first_line(error)}") from error
+
+
 def _not_finite(model: torch.nn.Module) -> list[str]:
     """Returns the names of tensors with NaN or infinity."""
     names = []

@@ -10,7 +10,8 @@ A directory contains `adapter_config.json` and `adapter_model.safetensors`. For 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,14 +160,22 @@ def _check_method(config: Mapping[str, Any], subject: str) -> None:
             )
 
 
-def check_base(directory: str | Path, model: str | Path, subject: str) -> None:
-    """Checks from the files' headers that an adapter belongs to a model.
+def check_base(directory: str | Path, model: str | Path, subject: str, *, layers: int) -> None:
+    """Checks from the files' headers that training can continue an adapter of a model.
+
+    Args:
+        directory: The adapter.
+        model: Hugging Face directory.
+        subject: Beginning of error messages, such as the option and its value.
+        layers: num_hidden_layers of the model, all of which must have the adapter.
 
     Raises:
-        ValueError: A file cannot be read, or the model has no such layer or one of another shape.
+        ValueError: A file cannot be read, the model has no such layer or one of another shape, or
+            a layer has no adapter.
     """
     weights = _shapes_of_weights(model)
-    for name, (_, shape) in tensors_of(Path(directory) / WEIGHTS).items():
+    headers = tensors_of(Path(directory) / WEIGHTS)
+    for name, (_, shape) in headers.items():
         match = TENSOR.fullmatch(name)
         assert match is not None  # read_adapter_config refuses other names
         weight = f"{match['layer']}.weight"
@@ -180,6 +189,28 @@ def check_base(directory: str | Path, model: str | Path, subject: str) -> None:
             raise ValueError(
                 f"{subject} but its tensor {name} has the shape {list(shape)}, and {weight} of"
                 f" {quoted_path(model)} has {list(weights[weight])}; it belongs to another model."
+            )
+    check_all_layers(headers, layers, subject)
+
+
+def check_all_layers(names: Iterable[str], layers: int, subject: str) -> None:
+    """Checks that each adapted projection has its adapter in all layers of the model.
+
+    Args:
+        names: PEFT's names of the adapter's tensors.
+        layers: Number of layers of the model.
+        subject: Beginning of error messages, such as the option and its value.
+
+    Raises:
+        ValueError: A projection has adapters in fewer layers, or in more.
+    """
+    adapted = {name.rpartition(".lora_")[0] for name in names}
+    counts = Counter(linear.rpartition(".")[2] for linear in adapted)
+    for projection, count in sorted(counts.items()):
+        if count != layers:
+            raise ValueError(
+                f"{subject} but its number of adapters of {projection} is {count}, and the model"
+                f" has {layers} layers; only adapters of all layers are trained."
             )
 
 
@@ -276,7 +307,8 @@ def _targets(directory: str | Path, rank: int, subject: str) -> tuple[str, ...]:
     """Returns the last parts of the names of the adapted layers; checks the file's header.
 
     Raises:
-        ValueError: The file cannot be read, or a tensor is not an A or B of this rank.
+        ValueError: The file cannot be read, a tensor is not an A or B of this rank, or a layer has
+            only one of the two.
     """
     path = Path(directory) / WEIGHTS
     if not path.is_file():
@@ -308,6 +340,9 @@ def _targets(directory: str | Path, rank: int, subject: str) -> tuple[str, ...]:
                 f" r {rank} in {CONFIG}."
             )
         targets.add(match["layer"].rpartition(".")[2])
+        other = tensor_name(match["layer"], "AB".replace(match["matrix"], ""))
+        if other not in headers:
+            raise ValueError(f"{subject} but it has the tensor {name} without {other}.")
     if not targets:
         raise ValueError(f"{subject} but {quoted_path(path)} has no tensors.")
     return tuple(sorted(targets))

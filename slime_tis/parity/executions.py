@@ -52,54 +52,64 @@ class Execution:
     """An entry of EXECUTIONS."""
 
     title: str
-    opened: str
-    """`module:function` that gets a `Side` and returns a context manager of a `Record`."""
+    module: str
+    """Name of the module with the functions `check` and `opened`, which get a `Side`."""
     extra: str = "analysis"
     """The extra of the package that the execution needs."""
     is_server: bool = False
     is_engine: bool = False
     """Whether it is an engine of `train.py` in this process, which --true-on-policy changes."""
 
+    def check(self, side: Side) -> None:
+        """Refuses a side that cannot run, within seconds and without reading weights.
+
+        Raises:
+            ValueError: The model, the adapter or the server does not fit.
+        """
+        function: Callable[[Side], None] = resolve_name(f"{self.module}:check")
+        function(side)
+
     def open(self, side: Side) -> AbstractContextManager[Record]:
         """Loads the side's model, or connects to its server."""
-        function: Callable[[Side], AbstractContextManager[Record]] = resolve_name(self.opened)
+        function: Callable[[Side], AbstractContextManager[Record]]
+        function = resolve_name(f"{self.module}:opened")
         return function(side)
 
 
-TRANSFORMERS = "slime_tis.parity.transformers_executions:opened"
-SERVER = "slime_tis.parity.server_execution:opened"
+TRANSFORMERS = "slime_tis.parity.transformers_executions"
+SERVER = "slime_tis.parity.server_execution"
 EXECUTIONS = {
-    "full": Execution(title="transformers, one pass per sample", opened=TRANSFORMERS),
+    "full": Execution(title="transformers, one pass per sample", module=TRANSFORMERS),
     "decode": Execution(
-        title="transformers, one token at a time with a key/value cache", opened=TRANSFORMERS
+        title="transformers, one token at a time with a key/value cache", module=TRANSFORMERS
     ),
     "batch": Execution(
-        title="transformers, all samples in one batch with padding", opened=TRANSFORMERS
+        title="transformers, all samples in one batch with padding", module=TRANSFORMERS
     ),
     "chunks": Execution(
-        title="transformers, prefill in chunks of --chunk-size tokens", opened=TRANSFORMERS
+        title="transformers, prefill in chunks of --chunk-size tokens", module=TRANSFORMERS
     ),
     "local": Execution(
         title="the local rollout engine, continuous batching",
-        opened="slime_tis.parity.local_execution:opened",
+        module="slime_tis.parity.local_execution",
         extra="train",
         is_engine=True,
     ),
     "training": Execution(
         title="the training engine, all samples packed",
-        opened="slime_tis.parity.training_execution:opened",
+        module="slime_tis.parity.training_execution",
         extra="train",
         is_engine=True,
     ),
     "sglang": Execution(
         title="the SGLang server at --url, log-probs of a prefill",
-        opened=SERVER,
+        module=SERVER,
         extra="train",
         is_server=True,
     ),
     "vllm": Execution(
         title="the vLLM server at --url, log-probs of a prefill",
-        opened=SERVER,
+        module=SERVER,
         extra="train",
         is_server=True,
     ),

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_tis.hf_directory import load_config, read_model_config
+from slime_tis.parity import transformers_executions
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import Recorder, Recording, Rows, replaced_attribute
 from slime_tis.parity.samples import Samples
@@ -69,6 +71,20 @@ def _sample(work: Work | None) -> int:
     return work.request.session[0]
 
 
+def check(side: Side) -> None:
+    """Refuses a model or an adapter that the engine does not support.
+
+    Raises:
+        ValueError: The model, its tokenizer or the adapter does not fit.
+    """
+    read_model_config(side.checkpoint, "the checkpoint")
+    check_config(load_config(side.checkpoint))
+    load_tokenizer(side.checkpoint)
+    transformers_executions.check(side)
+    if side.true_on_policy:
+        _shared_kernels(side, torch.device(side.device).type)
+
+
 @contextmanager
 def opened(side: Side) -> Iterator[Record]:
     """Loads the engine's model; yields its execution."""
@@ -120,13 +136,21 @@ def opened(side: Side) -> Iterator[Record]:
 def _use_shared_kernels(model: Any, side: Side) -> dict[str, Any]:
     """Installs the operations of --true-on-policy; returns the engine's options of batching."""
     # Imported here, because only this option needs megatron-core.
-    from slime_tis.parity.shared_kernels import kernels_of
     from slime_tis.trainer.engines.local.invariant_model import batching_options, install
 
-    kernels = kernels_of(side, model.device.type)
-    assert kernels is not None
+    kernels = _shared_kernels(side, model.device.type)
     install(model, kernels)
     return batching_options(kernels)
+
+
+def _shared_kernels(side: Side, device_type: str) -> Any:
+    """Returns the operations of --true-on-policy; raises ValueError as `kernels_of`."""
+    # Imported here, because only this option needs megatron-core.
+    from slime_tis.parity.shared_kernels import kernels_of
+
+    kernels = kernels_of(side, device_type)
+    assert kernels is not None
+    return kernels
 
 
 def _requests(samples: Samples) -> list[tuple[Request, Tensor]]:

@@ -128,6 +128,7 @@ def sides(chosen: Namespace) -> tuple[Side, list[Side]]:
 
 def run(chosen: Namespace, reference: Side, others: list[Side]) -> list[Comparison]:
     """Runs the executions on the same tokens."""
+    _check(reference, others, chosen.older_adapter)
     samples = _samples(chosen, reference)
     for other in others:
         _check_vocabulary(samples, other)
@@ -139,6 +140,20 @@ def run(chosen: Namespace, reference: Side, others: list[Side]) -> list[Comparis
         cause = adapter_cause(comparison, reference, other, samples, chosen.older_adapter)
         comparisons.append(replace(comparison, cause=cause))
     return comparisons
+
+
+def _check(reference: Side, others: list[Side], older_adapters: list[str]) -> None:
+    """Refuses what cannot run, before any execution takes its minutes.
+
+    Raises:
+        ValueError: A model, an adapter or a server does not fit, or a package is missing.
+    """
+    # Its weights sample the responses, with transformers.
+    sampler = replace(reference, execution="full")
+    older = [replace(sampler, adapter=path) for path in older_adapters]
+    for side in [sampler, *older, reference, *others]:
+        with _naming_the_extra(side):
+            EXECUTIONS[side.execution].check(side)
 
 
 def _compared(other: Side, expected: Recording, samples: Samples) -> Comparison:
@@ -204,9 +219,18 @@ def _opened(side: Side) -> Iterator[Record]:
     Raises:
         ValueError: A package is missing, which another extra installs than this command's.
     """
+    with _naming_the_extra(side):
+        context = EXECUTIONS[side.execution].open(side)
+    with context as record:
+        yield record
+
+
+@contextmanager
+def _naming_the_extra(side: Side) -> Iterator[None]:
+    """Replaces the error of a missing package by a ValueError that names the extra with it."""
     entry = EXECUTIONS[side.execution]
     try:
-        context = entry.open(side)
+        yield
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package == "slime_tis":
@@ -215,8 +239,6 @@ def _opened(side: Side) -> Iterator[Record]:
             f"the execution {side.execution} needs the package {package}; install it with:"
             f" pip install 'slime_tis[{entry.extra}]'"
         ) from error
-    with context as record:
-        yield record
 
 
 def _check_url(url: str, names: list[str]) -> None:

@@ -1,7 +1,7 @@
 """An SGLang or vLLM server, which reveals log-probs only."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pkgutil import resolve_name
@@ -18,6 +18,17 @@ from slime_tis.trainer.engines.servers.client import Server, make_client
 from slime_tis.trainer.engines.servers.errors import RequestError
 
 
+def check(side: Side) -> None:
+    """Asks the server for its model and its adapters, but for no log-probs.
+
+    Raises:
+        ValueError: The server does not answer, refuses, or lacks the adapter.
+    """
+    config = server_config(side.execution, url=(side.url,))
+    with _advising(config):
+        asyncio.run(_ask(config, _api(config, side), []))
+
+
 @contextmanager
 def opened(side: Side) -> Iterator[Record]:
     """Yields the execution of a running server.
@@ -26,18 +37,11 @@ def opened(side: Side) -> Iterator[Record]:
         ValueError: The server does not answer, or refuses.
     """
     config = server_config(side.execution, url=(side.url,))
-    model = served_model(side.checkpoint, records_experts=False)
-    api: ServerApi = resolve_name(config.entry.api)(model=model)
-    if side.served_adapter:
-        api = api.with_adapter(side.served_adapter)
+    api = _api(config, side)
 
     def record(samples: Samples, substitutes: Recording | None = None) -> Recording:
-        try:
-            precision, rows = asyncio.run(_ask(config, api, samples))
-        except RequestError as error:
-            raise ValueError(
-                f"{error} Start a {config.entry.title} server of this checkpoint, or correct --url."
-            ) from error
+        with _advising(config):
+            precision, rows = asyncio.run(_ask(config, api, samples.tokens))
         log_probs_T = torch.full([samples.total], torch.nan)
         log_probs_T[samples.predicted] = torch.tensor(list(chain.from_iterable(rows)))
         return Recording(
@@ -50,10 +54,30 @@ def opened(side: Side) -> Iterator[Record]:
     yield record
 
 
+def _api(config: ServerConfig, side: Side) -> ServerApi:
+    """Returns the engine's protocol, whose requests name the adapter that the server loaded."""
+    model = served_model(side.checkpoint, records_experts=False)
+    api: ServerApi = resolve_name(config.entry.api)(model=model)
+    if side.served_adapter:
+        api = api.with_adapter(side.served_adapter)
+    return api
+
+
+@contextmanager
+def _advising(config: ServerConfig) -> Iterator[None]:
+    """Replaces failures of requests by a ValueError with advice."""
+    try:
+        yield
+    except RequestError as error:
+        raise ValueError(
+            f"{error} Start a {config.entry.title} server of this checkpoint, or correct --url."
+        ) from error
+
+
 async def _ask(
-    config: ServerConfig, api: ServerApi, samples: Samples
+    config: ServerConfig, api: ServerApi, token_rows: Sequence[Sequence[int]]
 ) -> tuple[str, list[list[float]]]:
-    """Returns the server's precision, and the log-probs of all tokens but the first per sample."""
+    """Returns the server's precision, and the log-probs of all tokens but the first of each row."""
     client = make_client(config.keys, api.user_endpoints)
     (url,) = config.server_urls
     async with client.session:
@@ -69,7 +93,7 @@ async def _ask(
                     " load it, or correct --served-adapter."
                 )
         rows = []
-        for tokens in samples.tokens:
+        for tokens in token_rows:
             rows.append(await server.call(api.score(tokens)))
         await server.close()
     return info.precision or "its own precision", rows

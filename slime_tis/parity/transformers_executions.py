@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from slime_tis.errors import quoted_path
-from slime_tis.hf_model import load_causal_lm
+from slime_tis.hf_model import empty_causal_lm, load_causal_lm
 from slime_tis.parity.checkpoint import read_config
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import HEAD, Operation, Recorder, Recording, Rows
@@ -25,6 +25,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Data types of parameters by the name of a precision."""
 LOGIT_ROWS = 64
 """Tokens whose log-probs are computed at once, which bounds the memory."""
+
+
+def check(side: Side) -> None:
+    """Refuses an adapter that is not one of the model, of which only config.json is read.
+
+    Raises:
+        ValueError: The adapter does not fit, or config.json does not load.
+    """
+    if not side.adapter:
+        return
+    architecture = read_config(side.checkpoint)["architectures"][0]
+    try:
+        model = empty_causal_lm(side.checkpoint, architecture=architecture)
+    except ValueError as error:
+        raise ValueError(f"{quoted_path(side.checkpoint)} {error}.") from error
+    apply_adapter(model, side.adapter)
 
 
 @contextmanager

@@ -125,7 +125,18 @@ def change_tensors(directory, change):
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 INTEGERS = torch.zeros(4, 32, dtype=torch.int32)
-UNKNOWN = "base_model.model.lm_head.lora_A.weight"
+OUTPUT_LAYER = {
+    "base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32),
+    "base_model.model.lm_head.lora_B.weight": torch.zeros(64, 4),
+}
+
+
+def without_first(tensors):
+    """Removes both matrices of the query projection of layer 0."""
+    del tensors[FIRST]
+    del tensors[FIRST.replace("lora_A", "lora_B")]
+
+
 SPOILED = {
     "another method": (
         lambda path: change_config(path, use_dora=True),
@@ -159,7 +170,11 @@ SPOILED = {
     ),
     "a missing tensor": (
         lambda path: change_tensors(path, lambda tensors: tensors.pop(FIRST)),
-        "A and B of 14 layers",
+        "has the tensor .*layers.0.self_attn.q_proj.lora_B.weight without .*q_proj.lora_A.weight",
+    ),
+    "a missing layer": (
+        lambda path: change_tensors(path, without_first),
+        "adapters of q_proj is 1, and the model has 2 layers; only adapters of all layers",
     ),
     "NaN": (
         lambda path: change_tensors(path, lambda tensors: tensors[FIRST].fill_(torch.nan)),
@@ -172,9 +187,7 @@ SPOILED = {
         "does not fit the model and the rank",
     ),
     "an embedding": (
-        lambda path: change_tensors(
-            path, lambda tensors: tensors.update({UNKNOWN: torch.zeros(4, 32)})
-        ),
+        lambda path: change_tensors(path, lambda tensors: tensors.update(OUTPUT_LAYER)),
         "its tensors are of down_proj, gate_proj, k_proj, lm_head",
     ),
 }
@@ -210,12 +223,19 @@ def test_an_adapter_of_another_model_is_refused_by_its_headers(
     sharded_checkpoint.save_adapter(tmp_path / "adapter", build(model, parallel))
     other = make_checkpoint(tmp_path / "other", "qwen3", **sizes)
     with pytest.raises(ValueError, match=message):
-        check_base(tmp_path / "adapter", other, "--lora-adapter-path is 'adapter'")
+        check_base(tmp_path / "adapter", other, "--lora-adapter-path is 'adapter'", layers=2)
 
 
 def test_an_adapter_of_the_model_is_accepted_by_its_headers(model, parallel, tmp_path):
     sharded_checkpoint.save_adapter(tmp_path, build(model, parallel))
-    check_base(tmp_path, model, "x")
+    check_base(tmp_path, model, "x", layers=2)
+
+
+def test_an_adapter_of_some_layers_is_refused_by_its_headers(model, parallel, tmp_path):
+    sharded_checkpoint.save_adapter(tmp_path, build(model, parallel))
+    change_tensors(tmp_path, without_first)
+    with pytest.raises(ValueError, match="adapters of q_proj is 1, and the model has 2 layers"):
+        check_base(tmp_path, model, "x", layers=2)
 
 
 def exports_and_loads(parallel, directory, layout):

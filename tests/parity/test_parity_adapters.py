@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_tis.main import main
+from slime_tis.parity import transformers_executions
 from slime_tis.peft_directory import AdapterConfig, write_adapter
 from tests.checkpoints import make_checkpoint
 from tests.parity.test_parity_command import refused
@@ -186,7 +187,61 @@ def test_infinite_log_probs_are_no_search(base, tensors, adapter, tmp_path, caps
 def test_training_refuses_an_adapter_without_its_own_option(base, tensors, tmp_path, capsys):
     first = save(tmp_path / "first", base, half_loaded(tensors, "layers.0"))
     line = refused([str(base), "--adapter", first, "--other", "training"], capsys)
-    assert line.startswith(f"the adapter is '{first}' but it has 14 tensors of 7 layers")
+    assert line.startswith(f"the adapter is '{first}' but its number of adapters of down_proj is 1")
+
+
+def with_nan(tensors):
+    spoiled = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in spoiled.values():
+        tensor[0, 0] = torch.nan
+    return spoiled
+
+
+def with_wider_inputs(tensors):
+    """The adapter of a model whose layers have twice as many inputs."""
+    wider = dict(tensors)
+    for name, tensor in tensors.items():
+        if "lora_A" in name:
+            wider[name] = torch.cat([tensor, tensor], 1)
+    return wider
+
+
+# what is refused, words with the adapter in the place of ADAPTER, and the message
+EARLY = {
+    "some layers for training": (
+        lambda tensors: half_loaded(tensors, "layers.0"),
+        ["--other-adapter", "ADAPTER", "--other", "training"],
+        "only adapters of all layers are trained",
+    ),
+    "NaN in the other adapter": (with_nan, ["--other-adapter", "ADAPTER"], "NaN or infinity"),
+    "NaN in an older adapter": (with_nan, ["--older-adapter", "ADAPTER"], "NaN or infinity"),
+    "an older adapter of another model": (
+        with_wider_inputs,
+        ["--older-adapter", "ADAPTER"],
+        "it is not one of this model",
+    ),
+    "no server": (
+        lambda tensors: tensors,
+        ["--other", "vllm", "--url", "http://127.0.0.1:9"],
+        "Start a vLLM server of this checkpoint, or correct --url",
+    ),
+}
+
+
+@pytest.fixture
+def no_sampling(monkeypatch):
+    """The first step of a comparison cannot run."""
+    monkeypatch.setattr(transformers_executions, "sampled_responses", None)
+
+
+@pytest.mark.usefixtures("no_sampling")
+@pytest.mark.parametrize(("change", "words", "message"), EARLY.values(), ids=EARLY)
+def test_nothing_is_sampled_before_a_refusal(
+    change, words, message, base, tensors, adapter, tmp_path, capsys
+):
+    other = save(tmp_path / "other", base, change(tensors))
+    given = [other if word == "ADAPTER" else word for word in words]
+    assert message in refused([str(base), "--adapter", adapter, *given], capsys)
 
 
 REFUSED = {

@@ -291,7 +291,8 @@ def check_weights(megatron: MegatronConfig) -> None:
     adapter = megatron.lora_adapter_path
     if adapter is not None:
         subject = f"--lora-adapter-path is {quoted_path(adapter)}"
-        check_base(adapter, megatron.hf_checkpoint, subject)
+        layers = read_model_config(megatron.hf_checkpoint)["num_hidden_layers"]
+        check_base(adapter, megatron.hf_checkpoint, subject, layers=layers)
 
 
 def check_outputs(

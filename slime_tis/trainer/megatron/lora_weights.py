@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from slime_tis.errors import quoted_path
-from slime_tis.peft_directory import AdapterConfig, read_adapter_tensors, tensor_name
+from slime_tis.peft_directory import (
+    AdapterConfig,
+    check_all_layers,
+    read_adapter_tensors,
+    tensor_name,
+)
 from slime_tis.trainer.megatron.architecture import Model
 from slime_tis.trainer.megatron.hf_weights import all_gather, broadcast_tensors, rule
 from slime_tis.trainer.megatron.lora import Adapter, adapters_of
@@ -88,15 +93,8 @@ def load_adapter(model: Model, directory: str, parallel: Parallel) -> None:
     """
     subject = f"--lora-adapter-path is {quoted_path(directory)}"
     tensors = read_adapter_tensors(directory, subject)
-    targets = {name.rpartition(".lora_")[0] for name in tensors}
-    layers = adapted_layers(model, parallel)
-    expected = len(layers[0].adapter.settings.targets) * model.config.num_layers
-    if len(targets) != expected or len(tensors) != 2 * expected:
-        raise ValueError(
-            f"{subject} but it has {len(tensors)} tensors of {len(targets)} layers; the model needs"
-            f" A and B of {expected} layers."
-        )
-    for layer in layers:
+    check_all_layers(tensors, model.config.num_layers, subject)
+    for layer in adapted_layers(model, parallel):
         for matrix, parameter in (("A", layer.down), ("B", layer.up)):
             name = tensor_name(layer.name, matrix)
             if name not in tensors:

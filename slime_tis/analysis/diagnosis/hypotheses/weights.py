@@ -50,11 +50,9 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
     layers = {name.rpartition(".lora_")[0].removeprefix("base_model.model.") for name in tensors}
     merged = {}
     for layer in sorted(layers):
-        down = tensors.get(tensor_name(layer, "A"))
-        up = tensors.get(tensor_name(layer, "B"))
+        down = tensors[tensor_name(layer, "A")]
+        up = tensors[tensor_name(layer, "B")]
         weight = own.get(f"{layer}.weight")
-        if down is None or up is None:
-            raise ValueError(f"{subject} but it has only one of A and B of {layer}.")
         if weight is None or list(weight.shape) != [len(up), down.shape[1]]:
             raise ValueError(
                 f"{subject} but the model has no layer {layer} with {down.shape[1]} inputs and"
