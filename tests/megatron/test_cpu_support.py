@@ -6,11 +6,17 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 import slime_tis.trainer.megatron.parallel  # and with it megatron.core
 from slime_tis.trainer.configs.megatron import LAUNCH, Environment, MegatronConfig, read_environment
 from slime_tis.trainer.megatron.cpu_support import rewrite
-from slime_tis.trainer.megatron.parallel import trains_with_transformer_engine
+from slime_tis.trainer.megatron.parallel import (
+    initialize,
+    shut_down,
+    trains_with_transformer_engine,
+)
 
 REWRITTEN = [
     ("x = torch.zeros(1, device='cuda')", "x = torch.zeros(1, device='cpu')"),
@@ -168,3 +174,14 @@ def test_transformer_engine_is_used_where_it_can_train(
             trains_with_transformer_engine(config, has_gpu=has_gpu)
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_no_group_outlives_the_shut_down():
+    """The threads of a group would not exist in a forked process, which would wait for them."""
+    initialize(MegatronConfig(hf_checkpoint="none"))
+    shut_down()
+    kept = []
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):
+            kept.append(name)
+    assert kept == []

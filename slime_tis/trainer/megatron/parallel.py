@@ -271,6 +271,9 @@ def lost_contact(error: BaseException | None) -> bool:
 def shut_down() -> None:
     """Ends megatron-core's groups and torch.distributed."""
     mpu.destroy_model_parallel()
+    # megatron-core 0.16.1 forgets this group. Its threads would live on, and a process that is
+    # forked later would wait for them for ever when it replaces the group.
+    mpu._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     destroy_rerun_state_machine()
     if dist.is_initialized():
         dist.destroy_process_group()
