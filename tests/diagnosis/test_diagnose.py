@@ -643,6 +643,46 @@ def test_empty_input_is_not_judged(samples: SampleParts | None) -> None:
     assert diagnose(table).cause == "not_measured"
 
 
+def equal_engines(tokens: int) -> TokenTable:
+    log_probs = [-1.0] * tokens
+    return TokenTable.from_parts(
+        [SampleParts(train_log_prob=log_probs, rollout_log_prob=log_probs)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cause"),
+    [
+        pytest.param(1, "not_measured", id="one"),
+        pytest.param(29, "not_measured", id="too few"),
+        pytest.param(30, "healthy", id="enough"),
+    ],
+)
+def test_few_equal_tokens_do_not_show_health(tokens: int, cause: str) -> None:
+    assert diagnose(equal_engines(tokens)).cause == cause
+
+
+def test_metrics_decide_next_to_few_tokens() -> None:
+    rows = [{"step": step, "train/mismatch_k3_kl": 1e-8} for step in range(9)]
+    assert diagnose(equal_engines(1), rows).cause == "healthy"
+
+
+def test_a_masked_dump_is_not_called_a_log() -> None:
+    masked = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0])
+    text = as_text(diagnose(TokenTable.from_parts([masked, masked])), "dump")
+    assert text.startswith("dump: 2 samples without a trained token")
+    assert "none of the 2 tokens is trained: the loss mask is 0" in text
+
+
+def test_flags_in_the_text_are_not_broken() -> None:
+    finding = Finding("stale_weights", (), 0.95)
+    diagnosis = Diagnosis(
+        findings=_ranked([finding], finding), tokens=1, samples=1, mean_abs_log_ratio=1.0
+    )
+    words = as_text(diagnosis, "dump").split()
+    assert "--max-weight-staleness)," in words
+
+
 def ranked_rounding(confidence: float) -> Finding:
     rounding = Finding(cause="rounding", confidence=confidence, evidence=(), detail="int8")
     (finding,) = _ranked([rounding], Finding("healthy", ()))

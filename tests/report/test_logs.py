@@ -1,6 +1,7 @@
 """Logs of other programs, written by them or in their format, in the analysis commands."""
 
 import csv
+import gzip
 import json
 import math
 import os
@@ -195,6 +196,31 @@ OTHER_FILES = {
     "a checkpoint": own_checkpoint,
     "a pipe": lambda directory: os.mkfifo(directory / "pipe.csv"),
 }
+
+
+CONSOLE_LINE = "step:1 - rollout_corr/k3_kl:0.001\n"
+NOT_UTF_8 = {
+    "UTF-16": ("train.log", CONSOLE_LINE.encode("utf-16"), "convert it to UTF-8"),
+    "CSV in UTF-16": ("metrics.csv", "step,loss\n1,2\n".encode("utf-16"), "convert it to UTF-8"),
+    "gzip": ("train.log", gzip.compress(CONSOLE_LINE.encode()), "unpack it"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "advice"), NOT_UTF_8.values(), ids=NOT_UTF_8)
+def test_a_log_that_is_no_utf_8_is_refused(name, content, advice, tmp_path, capsys):
+    (tmp_path / name).write_bytes(content)
+    assert main(["diagnose", str(tmp_path / name)]) == 2
+    message = capsys.readouterr().err.strip()
+    assert advice in message and len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("export.csv", "a column step"), ("train.log", "step:3")]
+)
+def test_the_message_says_what_a_log_must_have(name, advice, tmp_path, capsys):
+    (tmp_path / name).write_text("a;b\n1;2\n")
+    assert main(["diagnose", str(tmp_path / name)]) == 2
+    assert advice in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("write_other", OTHER_FILES.values(), ids=OTHER_FILES)

@@ -381,6 +381,15 @@ def test_other_mismatches_are_to_be_fixed(dump: TokenTable) -> None:
     assert "fix the cause first" in answer(dump)
 
 
+def test_few_tokens_get_no_recommendation() -> None:
+    log_probs = [-1.0] * 29
+    table = TokenTable.from_parts(
+        [SampleParts(train_log_prob=log_probs, rollout_log_prob=log_probs)]
+    )
+    answer = recommendation(measured(table, diagnose(table)), [STALE])
+    assert answer.startswith("No recommendation: it needs at least 30 trained tokens")
+
+
 def test_an_unnamed_cause_is_called_uncertain() -> None:
     dump = noisy_dump(tokens=30, noise=lambda age: 0.2, age=lambda sample: 8)
     result = measured(dump, diagnose(dump))

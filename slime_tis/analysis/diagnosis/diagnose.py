@@ -124,8 +124,10 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     Returns:
         The causes that tokens show, and those that only metrics show.
     """
-    if table is None or not (table.loss_mask > 0).any():
+    if table is None:
         return _diagnose_metrics(metrics)
+    if not (table.loss_mask > 0).any():
+        return _without_trained_tokens(table, metrics)
     table = table.sampled(MAX_TOKENS)
     tokens = tokens_of(table)
     if not tokens.finite.any():
@@ -136,7 +138,7 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
         if finding is not None and finding.cause not in causes:
             findings.append(replace(finding, share=0.0))
     mean = float(np.abs(tokens.log_ratio[tokens.finite]).mean())
-    ranked = _ranked(findings, _without_finding(mean, len(tokens)))
+    ranked = _ranked(findings, _without_finding(mean, int(tokens.finite.sum()), metrics))
     if ranked[0].cause == "unexplained":
         distribution = sampled_distribution(tokens)
         if distribution:
@@ -159,18 +161,26 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     return replace(result, rest=rest)
 
 
-def _without_finding(mean: float, tokens: int) -> Finding:
-    """Returns the answer if no rule finds anything: healthy only without a mismatch.
+def _without_finding(mean: float, tokens: int, metrics: Sequence[Mapping[str, Any]]) -> Finding:
+    """Returns the answer if no rule finds anything.
+
+    It is healthy only without a mismatch. Few tokens do not show that: then the metrics of the run
+    decide, if there are any.
 
     Args:
         mean: Mean abs(Δ), nats.
-        tokens: Number of tokens.
+        tokens: Number of tokens with log-probs of both engines.
+        metrics: Rows of the run's metrics.
     """
-    fact = f"abs(Δ) is {mean:.2g} nats on average over {tokens} tokens, without a known cause"
-    cause = "unexplained"
-    if mean < NEGLIGIBLE_DIFFERENCE:
-        cause = "healthy"
-    return Finding(cause, (fact,), 0.9)
+    fact = f"abs(Δ) is {mean:.2g} nats on average over {tokens} tokens"
+    if mean >= NEGLIGIBLE_DIFFERENCE:
+        return Finding("unexplained", (f"{fact}, without a known cause",), 0.9)
+    if tokens >= MIN_TOKENS:
+        return Finding("healthy", (fact,), 0.9)
+    if metrics:
+        return health(metrics)
+    too_few = f"{fact}; at least {MIN_TOKENS} tokens must show that the engines agree"
+    return Finding("not_measured", (too_few,), confidence=0.0, share=0.0)
 
 
 def _to_score_again(table: TokenTable, tokens: Tokens, is_certain: Mask, server: str) -> TokenTable:
@@ -191,6 +201,25 @@ def _to_score_again(table: TokenTable, tokens: Tokens, is_certain: Mask, server:
         # Samples from other servers would hide the cause.
         rest = rest.of_worker(server)
     return rest
+
+
+def _without_trained_tokens(table: TokenTable, metrics: Sequence[Mapping[str, Any]]) -> Diagnosis:
+    """Returns the answer for a dump without a trained token.
+
+    The metrics of the run decide, if there are any.
+    """
+    if metrics:
+        return _diagnose_metrics(metrics)
+    fact = f"none of the {table.tokens} tokens is trained: the loss mask is 0"
+    if not table.tokens:
+        fact = f"the responses of all {len(table)} samples are empty"
+    finding = Finding("not_measured", (fact,), confidence=0.0, share=0.0)
+    return Diagnosis(
+        findings=(_described(finding),),
+        tokens=0,
+        samples=len(table),
+        mean_abs_log_ratio=float("nan"),
+    )
 
 
 def _without_log_probs(
@@ -221,7 +250,7 @@ def _diagnose_metrics(metrics: Sequence[Mapping[str, Any]]) -> Diagnosis:
     if metrics:
         findings = _ranked(metric_findings(metrics), health(metrics))
     else:
-        nothing = ("there are no metrics and no trained tokens",)
+        nothing = ("there are neither metrics nor tokens",)
         findings = (_described(Finding("not_measured", nothing, confidence=0.0, share=0.0)),)
     return Diagnosis(findings=findings, tokens=0, samples=0, mean_abs_log_ratio=float("nan"))
 
@@ -427,6 +456,8 @@ def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:
     size = "only metrics"
     if diagnosis.tokens:
         size = f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples"
+    elif diagnosis.samples:
+        size = f"{diagnosis.samples:,} samples without a trained token"
     lines = [f"{one_line(name, 200)}: {size}"]
     for number, finding in enumerate(diagnosis.findings, start=1):
         lines += ["", f"{number}. {finding.title}"]
@@ -434,17 +465,28 @@ def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:
         if confidence:
             lines.append(f"   {confidence}")
         for fact in finding.evidence:
-            lines += _indented(f"- {fact}")
-        lines += _indented(f"→ {finding.fix}")
+            lines += _wrapped(f"- {fact}", indent="   ")
+        lines += _wrapped(f"→ {finding.fix}", indent="   ")
     if diagnosis.concentration:
-        lines += ["", *textwrap.wrap(f"Which samples? {diagnosis.concentration}.", TERMINAL_WIDTH)]
+        lines += ["", *_wrapped(f"Which samples? {diagnosis.concentration}.")]
     if diagnosis.overlaps:
-        lines += ["", *textwrap.wrap(OVERLAP, TERMINAL_WIDTH)]
+        lines += ["", *_wrapped(OVERLAP)]
     if note:
-        lines += ["", *textwrap.wrap(note, TERMINAL_WIDTH)]
+        lines += ["", *_wrapped(note)]
     return "\n".join(lines)
 
 
-def _indented(text: str) -> list[str]:
-    """Returns the lines of an item of a list."""
-    return textwrap.wrap(text, TERMINAL_WIDTH, initial_indent="   ", subsequent_indent="     ")
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """Returns the lines of a paragraph; those after the first line of an item hang."""
+    later = indent
+    if indent:
+        later += "  "
+    # Flags and paths stay in one piece, so that they can be copied.
+    return textwrap.wrap(
+        text,
+        TERMINAL_WIDTH,
+        initial_indent=indent,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

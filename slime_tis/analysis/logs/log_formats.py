@@ -3,6 +3,7 @@
 They raise ValueError with the problem, or another exception of `DAMAGES`; `read_log` adds the file.
 """
 
+import codecs
 import csv
 import json
 import re
@@ -42,6 +43,12 @@ CONSOLE_VALUE = re.compile(
 LEVELDB_BLOCK = 32_768
 """Size of the blocks of a W&B file, bytes."""
 WANDB_HEADER = b":W&B"
+NOT_UTF_8 = {
+    codecs.BOM_UTF16_LE: "it is text in UTF-16; convert it to UTF-8",
+    codecs.BOM_UTF16_BE: "it is text in UTF-16; convert it to UTF-8",
+    b"\x1f\x8b": "it is compressed with gzip; unpack it",
+}
+"""Problems of a text log, by the first bytes of the file. PowerShell redirects output as UTF-16."""
 DAMAGES = (
     ValueError,
     KeyError,
@@ -66,7 +73,11 @@ class Reader(NamedTuple):
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """Yields the lines of a text file, with damaged characters replaced."""
+    """Yields the lines of a text file, with damaged characters replaced.
+
+    Raises:
+        ValueError: A line is too long, or the file is no UTF-8.
+    """
     number = 0
     # A bound for readline, because a file without line ends would be read as one line.
     while line := file.readline(MAX_LINE + 1):
@@ -75,6 +86,9 @@ def _lines(file: BinaryIO) -> Iterator[str]:
             raise ValueError(f"line {number} has more than {MAX_LINE:,} bytes")
         encoding = "utf-8"
         if number == 1:
+            for start, problem in NOT_UTF_8.items():
+                if line.startswith(start):
+                    raise ValueError(problem)
             encoding = "utf-8-sig"  # without a byte order mark
         yield line.decode(encoding, errors="replace")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
 from slime_tis.analysis.diagnosis.precision_noise import possible_precisions
-from slime_tis.analysis.diagnosis.trained_tokens import Tokens, tokens_of
+from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report.comparison_study import (
     MARGIN,
@@ -96,14 +96,16 @@ def measured(
         stale_servers=stale_servers,
     )
     cause = result.cause
-    if cause == "unexplained":
+    if table.valid.sum() < MIN_TOKENS:
+        cause = "not_measured"
+    elif cause == "unexplained":
         cause = _probable_cause(tokens_of(table), result, is_old=conditions.age > 0)
     youngest = 0
     if len(ages):
         youngest = int(ages.min())
     return Mismatch(
         cause=cause,
-        is_certain=cause == result.cause,
+        is_certain=cause in (result.cause, "not_measured"),
         conditions=conditions,
         has_ages=len(ages) > 0,
         youngest=youngest,
@@ -166,6 +168,11 @@ def is_negligible(mismatch: Mismatch, columns: Sequence[Column]) -> bool:
 
 def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
     """Returns flags with their reason and evidence, or why the study supports none."""
+    if mismatch.cause == "not_measured":
+        return (
+            f"No recommendation: it needs at least {MIN_TOKENS} trained tokens with log-probs of"
+            " both engines."
+        )
     # A fault may make a mismatch of any size, so it is handled before the size.
     is_fault = mismatch.cause not in (*COVERED_CAUSES, "healthy")
     if is_fault:

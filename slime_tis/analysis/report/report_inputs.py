@@ -31,8 +31,14 @@ MAX_BYTES = 1 << 28
 """Bytes of dumps in memory, likewise."""
 DUMPS_FLAG = "--save-debug-train-data"
 """The flag of train.py that writes dumps."""
-LOG_SUFFIXES = (".csv", ".log", ".out", ".wandb")
-"""Files that are never read as dumps."""
+CONSOLE = "a console log needs verl's lines, such as step:3 - rollout_corr/k3_kl:0.001"
+LOG_SUFFIXES = {
+    ".csv": "a CSV needs commas between its columns, a column step, and numbers",
+    ".log": CONSOLE,
+    ".out": CONSOLE,
+    ".wandb": "an offline run of W&B has its history in this file",
+}
+"""Suffixes of files that are never read as dumps, and what such a log must have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +115,8 @@ def open_source(path: str, sources: int = 1) -> Source:
         )
     if source.is_file() and source.suffix in LOG_SUFFIXES:
         raise ValueError(
-            f"{quoted_path(source)} has no metrics with steps; docs/diagnosis.md lists the logs"
-            " that are read."
+            f"{quoted_path(source)} has no metrics with steps: {LOG_SUFFIXES[source.suffix]}"
+            " (docs/diagnosis.md)."
         )
     if source.is_dir() and not has_dumps:
         _refuse(source)
