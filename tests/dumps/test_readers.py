@@ -448,6 +448,16 @@ def test_fractional_masks_count(tmp_path):
     assert read(write_lines(tmp_path / "a.jsonl", [row])).loss_mask.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("log_prob", [0.5, math.inf])
+def test_a_log_prob_above_0_is_refused_with_its_line(log_prob, tmp_path):
+    rows = [{"train_log_probs": [-1.0], "rollout_log_probs": [-1.0]} for _ in range(3)]
+    rows[2]["rollout_log_probs"] = [log_prob]
+    path = tmp_path / "dump.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=f"line 3 has a log-prob of {log_prob}; natural"):
+        read(path)
+
+
 def test_log_probs_beyond_float32_become_infinite(tmp_path):
     row = PLAIN | {"train_log_probs": [-1e300, -1.0]}
     table = read(write_lines(tmp_path / "a.jsonl", [row]))

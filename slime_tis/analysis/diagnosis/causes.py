@@ -81,11 +81,11 @@ CAUSES: dict[str, Cause] = {
         ),
     ),
     "broken_tokens": Cause(
-        title="a few broken tokens",
+        title="broken log-probs",
         fix=(
-            "Look at these tokens in the report: NaN, infinite or absurd log-probs point to a "
-            "faulty kernel. Reject their sequences (--rs-veto-threshold) until the engine is "
-            "fixed."
+            "Look at these tokens in the report: NaN, infinite or absurd log-probs of a few tokens "
+            "point to a faulty kernel; another base, unit or constant points to the code that "
+            "reports log-probs. Reject the sequences (--rs-veto-threshold) until it is fixed."
         ),
     ),
     "position_drift": Cause(

@@ -47,6 +47,8 @@ PATTERNS = (
 """Patterns of the dumps in a directory. The first one with files is used."""
 NOT_DUMPS = ("metrics.jsonl", "optimizer.pt", "scheduler.pt")
 """Files of a run, or of a transformers checkpoint, with the suffix of a dump."""
+HIGHEST_LOG_PROB = 1e-2
+"""A log-prob above 0 by more than this is no rounding error, nats."""
 PICKLES = (".pkl", ".pickle")
 """Suffixes of files that are refused with an explanation."""
 NO_PICKLES = (
@@ -269,6 +271,7 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
     """Yields tables of about CHUNK_TOKENS tokens from the rows of a file."""
     form: RowFormat | None = None
     parts: list[SampleParts] = []
+    places: list[str] = []
     tokens = 0
     for where, row in rows:
         try:
@@ -278,27 +281,41 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
         except ValueError as error:
             raise ValueError(f"{where} {error}") from error
         if tokens >= CHUNK_TOKENS:
-            yield _table(parts, form, path)
+            yield _table(parts, places, form, path)
             parts = []
+            places = []
             tokens = 0
         parts.append(part)
+        places.append(where)
         tokens += len(part.rollout_log_prob) + len(part.text or "") + len(part.prompt_text or "")
     if form is not None:
-        yield _table(parts, form, path)
+        yield _table(parts, places, form, path)
 
 
-def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTable:
-    """Returns the table of some rows; refuses numbers that are no log-probs."""
+def _table(
+    parts: Sequence[SampleParts], places: Sequence[str], form: RowFormat, path: Path
+) -> TokenTable:
+    """Returns the table of some rows; refuses numbers that are no log-probs.
+
+    Args:
+        parts: The content of each row.
+        places: File and line of each row, for messages.
+        form: The format of the rows.
+        path: The file.
+    """
     try:
         table = TokenTable.from_parts(parts, {"source": form.source, **form.metadata})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     for log_probs in (table.train_log_prob, table.rollout_log_prob):
-        # fmax ignores NaN, the log-prob that an engine did not return.
-        highest = np.fmax.reduce(log_probs[table.loss_mask > 0], initial=-np.inf)
-        if highest > 1e-2:
+        # NaN, the log-prob that an engine did not return, is not above anything.
+        wrong = (table.loss_mask > 0) & (log_probs > HIGHEST_LOG_PROB)
+        if wrong.any():
+            first = int(wrong.argmax())
+            place = places[table.sample[first]]
             raise ValueError(
-                f"{path} has a log-prob of {highest:.4g}; natural logarithms are at most 0."
+                f"{place} has a log-prob of {log_probs[first]:.4g}; natural logarithms of"
+                " probabilities are at most 0."
             )
     return table
 
