@@ -4,6 +4,7 @@ directories."""
 import ctypes
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -267,6 +268,20 @@ def hide_shared_memory() -> None:
     assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", "/dev/shm"], check=True)
+
+
+@needs_root
+def test_a_report_for_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    read_only = tmp_path / "read_only"
+    read_only.mkdir()
+    write(tmp_path / "dump.parquet", full_table())
+    python = [sys.executable, "-m", "slime_tis.main", "report", str(tmp_path / "dump.parquet")]
+    command = shlex.join([*python, "--out", str(read_only / "page.html")])
+    mount = shlex.join(["mount", "-t", "tmpfs", "-o", "ro", "none", str(read_only)])
+    shell = ["unshare", "-m", "sh", "-c", f"{mount} && exec {command}"]
+    process = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.endswith("directory that cannot be written; give another --out.\n")
 
 
 def become_nobody() -> None:

@@ -4,6 +4,7 @@ import base64
 import html
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Sequence
@@ -339,7 +340,8 @@ def check_output(out: Path) -> None:
     """Checks that the path is free or holds a report.
 
     Raises:
-        ValueError: the path is another file or a directory, or its directory does not exist.
+        ValueError: the path is another file or a directory, or its directory does not exist or
+            cannot be written.
     """
     if out.is_symlink() or out.exists():
         if not out.is_file():
@@ -354,6 +356,12 @@ def check_output(out: Path) -> None:
     elif not out.parent.is_dir():
         raise ValueError(
             f"--out {quoted_path(out)} is in a directory that does not exist; create it first."
+        )
+    # A new file replaces an earlier report, so the permission of the directory counts.
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--out {quoted_path(out)} is in a directory that cannot be written; give another"
+            " --out."
         )
 
 
