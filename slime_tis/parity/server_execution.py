@@ -70,7 +70,8 @@ def _advising(config: ServerConfig) -> Iterator[None]:
         yield
     except RequestError as error:
         raise ValueError(
-            f"{error} Start a {config.entry.title} server of this checkpoint, or correct --url."
+            f"{error} Start a server of {config.entry.title} with this checkpoint, or correct"
+            " --url."
         ) from error
 
 

@@ -223,7 +223,7 @@ EARLY = {
     "no server": (
         lambda tensors: tensors,
         ["--other", "vllm", "--url", "http://127.0.0.1:9"],
-        "Start a vLLM server of this checkpoint, or correct --url",
+        "Start a server of vLLM with this checkpoint, or correct --url",
     ),
 }
 

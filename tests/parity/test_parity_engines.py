@@ -216,7 +216,7 @@ def test_log_probs_of_a_server_are_compared_with_another_server(checkpoint_of):
 REFUSALS = {
     "server that is down": (
         ["--other", "sglang", "--url", "http://127.0.0.1:9"],
-        "Start a SGLang server of this checkpoint, or correct --url.",
+        "Start a server of SGLang with this checkpoint, or correct --url.",
     ),
     "server without address": (["--other", "vllm"], "the execution vllm needs --url"),
     "address without server": (["--url", "http://127.0.0.1:9"], "add --other sglang or"),

@@ -14,41 +14,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses
+from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, hypotheses
 from slime_tis.analysis.diagnosis.hypotheses.sampler import logit_bias
 from slime_tis.analysis.diagnosis.hypotheses.weights import for_model, for_tensors, for_weights
 from slime_tis.analysis.diagnosis.hypothesis_scorer import (
-    BLOCK,
     Edit,
     Edits,
     HypothesisScorer,
 )
-from slime_tis.analysis.diagnosis.rescore import MIN_RESPONSE, HfScorer, Scorer
+from slime_tis.analysis.diagnosis.rescore import HfScorer, Scorer
+from slime_tis.analysis.diagnosis.search_samples import (
+    fitted_samples,
+    scored_samples,
+    sizes_of,
+)
 from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import quoted_path
 
-MAX_SAMPLES = 64
-"""Largest number of samples that are scored."""
 SCORED_WORK = 1e12
 """Work of one pass over all samples, parameters × tokens."""
 MIN_SCORED = 4096
 """Smallest number of tokens of that pass, for large models."""
 MAX_SCORED = 16_384
 """Largest number of tokens of that pass, for small models."""
-FULL_SAMPLES = 16
-"""A long sample is cut to the tokens of the pass, divided by this number."""
 FITTED_WORK = 4e10
 """Work of one pass over the samples that parameters are fitted on, parameters × tokens."""
 MIN_FITTED = 256
 """Smallest number of tokens that parameters are fitted on."""
-MIN_FITTED_SAMPLES = 4
-"""Smallest number of samples that parameters are fitted on."""
 ENGINE_PARAMETERS = 1e8
 """Assumed number of parameters of a scorer that is a function."""
 ROUNDS = 7
@@ -146,17 +143,17 @@ class Search:
             self.rounds = LARGE_ROUNDS
             self.max_refined = LARGE_REFINED
         limit = int(min(max(SCORED_WORK / parameters, MIN_SCORED), MAX_SCORED))
-        self.inputs, self.delta, self.second = _samples(table, step, limit)
+        self.inputs, self.delta, self.second = scored_samples(table, step, limit)
         self.sign = 1.0
         if engine == "training":
             self.sign = -1.0
         self.all = range(len(self.inputs))
         self.held_out = self.all[1::2]
-        sizes = _sizes(self.delta)
+        sizes = sizes_of(self.delta)
         self.before: NDArray[Any] = sizes[1::2].double().numpy()
         """[B] Σ|Δ| of the held-out samples, nats."""
         budget = max(FITTED_WORK / parameters, MIN_FITTED)
-        self.fitted = _fitted_samples(budget, self.inputs, sizes)
+        self.fitted = fitted_samples(budget, self.inputs, sizes)
         longest_prompt = max((len(sample.prompt) for sample in self.inputs), default=0)
         layers = 0
         if table.experts is not None:
@@ -363,32 +360,42 @@ class Search:
                 # look like such a token, so its NaN becomes infinite.
                 effect = (row - self.reference[i]).nan_to_num(torch.inf)
                 remaining.append(self.delta[i] + self.sign * effect)
-            result.append(_sizes(remaining))
+            result.append(sizes_of(remaining))
         return result
 
     @torch.inference_mode()
     def _add_from_samples(self) -> None:
-        """Adds the hypotheses whose parameters come from the samples.
-
-        These are biases of single tokens, and a lowest log-prob.
-        """
-        samples = [self.inputs[i] for i in self.fitted]
+        """Adds the hypotheses whose parameters come from the samples."""
         # NaN marks tokens that do not count.
         counts = torch.cat([self.delta[i] for i in self.fitted]).isfinite()
+        change = torch.cat([self.change(i) for i in self.fitted])[counts]
+        reference = torch.cat([self.reference[i] for i in self.fitted])[counts]
+        self._add_logit_bias(counts, change)
+        self._set_lower_bound(reference + change)
+
+    def _add_logit_bias(self, counts: Tensor, change: Tensor) -> None:
+        """Adds the hypothesis of a bias on single tokens, if the samples show one.
+
+        Args:
+            counts: [N] whether a token of the fitted samples counts.
+            change: The wrong engine's log-probs of these tokens minus the reference's, nats.
+        """
+        samples = [self.inputs[i] for i in self.fitted]
         logits = torch.cat([self.scorer.logits(sample) for sample in samples])
         target = torch.cat([sample.tokens[-sample.response :] for sample in samples])
-        change = torch.cat([self.change(i) for i in self.fitted])
-        logits = logits[counts]
-        target = target[counts]
-        change = change[counts]
-        bias = logit_bias(logits, target, change)
+        bias = logit_bias(logits[counts], target[counts], change)
         if bias is not None:
             # The table has the order in which an engine applies the hypotheses.
             others = dict(self.table)
             self.table.clear()
             self.table |= {"logit bias": bias, **others}
-        reference = torch.cat([self.reference[i] for i in self.fitted])[counts]
-        reported = reference + change
+
+    def _set_lower_bound(self, reported: Tensor) -> None:
+        """Sets the parameter of the hypothesis of clamped log-probs, or removes it.
+
+        Args:
+            reported: The wrong engine's log-probs of the fitted samples' tokens that count, nats.
+        """
         lowest = torch.tensor(0.0)
         if len(reported):
             lowest = reported.min()
@@ -433,126 +440,6 @@ def _best_first(fits: Iterable[Fit], before: float) -> list[Fit]:
 def _have_equal_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
     """Whether all tensors that both have are of equal shapes."""
     return all(own[name].shape == weights[name].shape for name in own.keys() & weights.keys())
-
-
-def _samples(
-    table: TokenTable, step: int | None, limit: int
-) -> tuple[list[Input], list[Tensor], list[Tensor]]:
-    """Chooses samples, in blocks of neighbors.
-
-    Args:
-        table: The dump.
-        step: The step whose samples are chosen; None for all steps.
-        limit: Largest number of tokens. Long responses are cut, so that at least 16 samples fit.
-
-    Returns:
-        Inputs.
-        Δ [T] of the response, NaN if the token does not count.
-        Difference [T] of training's two scorings; 0 if there is only one.
-    """
-    assert table.token is not None and table.prompt is not None
-    prompt_lengths = np.array([len(prompt) for prompt in table.prompt])
-    fits = (table.response_length > 1) & (prompt_lengths > 0) & (prompt_lengths <= limit // 2)
-    if step is not None and table.step is not None:
-        fits &= table.step == step
-    chosen = np.flatnonzero(fits)
-    if len(chosen) > MAX_SAMPLES:
-        chosen = _chosen_blocks(table, chosen)
-    second = _second_scoring(table)
-    longest = limit // FULL_SAMPLES
-    inputs: list[Input] = []
-    deltas: list[Tensor] = []
-    differences: list[Tensor] = []
-    for i in chosen.tolist():
-        longest_response = max(longest - len(table.prompt[i]), MIN_RESPONSE)
-        response = min(int(table.response_length[i]), longest_response)
-        start = int(table.offsets[i])
-        rows = slice(start, start + response)
-        sample = _input(table, i, rows)
-        limit -= len(sample.tokens)
-        if limit < 0:
-            break
-        delta = np.where(table.valid[rows], table.log_ratio[rows], np.nan)
-        difference = second[rows] - table.policy_log_prob[rows]
-        inputs.append(sample)
-        deltas.append(torch.from_numpy(delta).float())
-        differences.append(torch.from_numpy(difference).float())
-    return inputs, deltas, differences
-
-
-def _second_scoring(table: TokenTable) -> NDArray[Any]:
-    """Returns training's second scoring with the same weights [N]; without one, the first."""
-    if table.metadata.get("old_policy") in ("rollout", "interpolated"):
-        # This log π_old is no scoring by training.
-        return table.policy_log_prob
-    if table.policy_log_prob is table.old_log_prob:
-        return table.train_log_prob
-    return table.old_log_prob
-
-
-def _input(table: TokenTable, i: int, rows: slice) -> Input:
-    """Returns sample i with the response tokens in `rows`."""
-    assert table.token is not None and table.prompt is not None
-    ids = np.concatenate([table.prompt[i], table.token[rows]]).astype(np.int64)
-    experts = None
-    if table.experts is not None:
-        experts = torch.from_numpy(table.experts[rows])
-    return Input(
-        tokens=torch.from_numpy(ids),
-        response=rows.stop - rows.start,
-        positions=torch.arange(len(ids)),
-        temperature=float(table.metadata.get("temperature") or 1.0),
-        trained=torch.from_numpy(table.loss_mask[rows] > 0),
-        experts=experts,
-    )
-
-
-def _chosen_blocks(table: TokenTable, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns MAX_SAMPLES of the samples, in blocks of neighbors.
-
-    Half of the blocks have the largest mismatch, so that a fault of few samples is among them. The
-    others are spread over the dump.
-    """
-    size = np.bincount(table.sample, np.abs(table.log_ratio), len(table))[samples]
-    starts = np.arange(0, len(samples) - BLOCK + 1, BLOCK)
-    block_size = np.add.reduceat(size[: len(starts) * BLOCK], starts)
-    count = MAX_SAMPLES // BLOCK
-    largest = np.argsort(-block_size, kind="stable")[: count // 2]
-    others = np.setdiff1d(np.arange(len(starts)), largest)
-    places = np.linspace(0, len(others) - 1, count - len(largest)).astype(int)
-    spread = others[places]
-    blocks = np.sort(np.concatenate([largest, spread]))
-    # [blocks, BLOCK] indices of samples, block by block.
-    index = starts[blocks][:, None] + np.arange(BLOCK)
-    chosen: NDArray[np.int64] = samples[index.ravel()]
-    return chosen
-
-
-def _fitted_samples(budget: float, inputs: Sequence[Input], sizes: Tensor) -> list[int]:
-    """Chooses even samples within a number of tokens: the largest mismatches and all, in turns."""
-    even = list(range(0, len(inputs), 2))
-    largest = sorted(even, key=lambda i: -float(sizes[i]))
-    turns: list[int] = []
-    for pair in zip(largest, even, strict=True):
-        turns += pair
-    chosen: list[int] = []
-    for i in dict.fromkeys(turns):
-        budget -= len(inputs[i].tokens)
-        if budget < 0 and len(chosen) >= MIN_FITTED_SAMPLES:
-            break
-        chosen.append(i)
-    return sorted(chosen)
-
-
-def _sizes(rows: Sequence[Tensor]) -> Tensor:
-    """Returns Σ min(|Δ|, 10) [B] over the tokens that count, nats."""
-    if not rows:
-        return torch.zeros(0)
-    sizes = []
-    for row in rows:
-        size = row.nan_to_num(0.0, MAX_SIZE, -MAX_SIZE).abs().clamp(max=MAX_SIZE)
-        sizes.append(size.sum())
-    return torch.stack(sizes)
 
 
 def _step(hypothesis: Hypothesis, value: float) -> float:

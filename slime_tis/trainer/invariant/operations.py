@@ -447,14 +447,24 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, -1)
-        # Both halves are views of one tensor, which needs no copy.
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.mul(grad, up, out=grad_gate)
-        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        return grad_x, None
+        return swiglu_gradient(grad, x), None
+
+
+def swiglu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Returns the gradient of silu(gate) · up with respect to x [..., 2 · inner], gate and up.
+
+    Args:
+        grad: Gradient of the result [..., inner size].
+        x: Gate and up.
+    """
+    gate, up = x.chunk(2, -1)
+    # Both halves are views of one tensor, which needs no copy.
+    grad_x = torch.empty_like(x)
+    grad_gate, grad_up = grad_x.chunk(2, -1)
+    torch.mul(grad, F.silu(gate), out=grad_up)
+    torch.mul(grad, up, out=grad_gate)
+    torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+    return grad_x
 
 
 # Log-probs
