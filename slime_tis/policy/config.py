@@ -1,7 +1,7 @@
 """Options of the policy objective, and the forward passes that they need."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from slime_tis.correction.config import RolloutCorrectionConfig, loss_option
@@ -279,6 +279,23 @@ def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
     """
     normalizes = correction.use_tis and correction.tis_batch_normalize
     return normalizes or bool(correction.batch_options)
+
+
+def without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The same configuration without weights and rejection; only statistics remain."""
+    return replace(
+        config,
+        use_tis=False,
+        use_rs=False,
+        rs_z_score=None,
+        rs_target_fraction=None,
+        rs_veto_threshold=None,
+        rs_veto_upper_threshold=None,
+        rs_second_moment_bound=None,
+        divergence_mask=None,
+        rollout_rs=None,
+        rollout_rs_threshold=None,
+    )
 
 
 def clip_is_inactive(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:

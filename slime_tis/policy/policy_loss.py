@@ -11,7 +11,7 @@ on all context-parallel ranks; _S the sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,84 +19,37 @@ from torch import Tensor
 
 from slime_tis.correction import (
     Correction,
-    GlobalBatch,
     Ranks,
     ResponseSlices,
     RolloutCorrectionConfig,
-    Statistics,
     correct,
     interpolate_old_log_probs,
     is_log_prob,
     off_policy_sequence_mask,
 )
-from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig
-from slime_tis.policy.custom_loss import CustomLoss, CustomTis, ObjectiveFunctions, reduced_loss
+from slime_tis.policy.config import COVARIANCE_LOSSES, without_correction
+from slime_tis.policy.custom_loss import reduced_loss
+from slime_tis.policy.loss_inputs import LossInputs, LossStep
 from slime_tis.policy.losses import (
     LOSSES,
-    CovarianceLimit,
     TokenLossInputs,
     bounded,
     covariance_limit,
     kl_estimate,
     policy_ratio,
 )
+from slime_tis.policy.micro_batch_sums import (
+    measured_log_probs,
+    micro_batch_sums,
+    with_optional_metrics,
+)
 from slime_tis.policy.response_tokens import ResponseTokens, expand
 from slime_tis.policy.step_sums import (
-    STALENESS,
-    TURN,
-    WORKER,
     LossReduction,
     LossTerms,
     StepSums,
-    sums_by,
 )
 from slime_tis.policy.token_record import TokenRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossInputs:
-    """One micro-batch after its forward pass."""
-
-    tokens: ResponseTokens
-    log_probs_L: Tensor
-    """log π_θ, with gradient."""
-    entropy_L: Tensor
-    """Entropies of the distributions that predict the tokens."""
-    sequences: Sequence[Tensor] = ()
-    """Tokens of prompt and response per sample, int64; only for a user's loss."""
-    logits: Tensor | None = None
-    """[1, L, V] of these tokens with gradient; only for a user's loss."""
-
-    @property
-    def advantages_L(self) -> Tensor:
-        """The advantages; the learner sets them before training."""
-        assert self.tokens.advantages_L is not None
-        return self.tokens.advantages_L
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossStep:
-    """Values that are the same for all micro-batches of an optimizer step."""
-
-    correction: RolloutCorrectionConfig
-    policy: PolicyConfig
-    uses_recomputed_old_policy: bool
-    """Whether π_old is in `old_log_probs_L`; otherwise it is π_θ of this forward pass,
-    detached."""
-    version: int = 0
-    """Version of the policy's weights, in optimizer steps."""
-    global_batch: GlobalBatch = field(default_factory=GlobalBatch)
-    """The context-parallel ranks and precomputed statistics of the global batch."""
-    covariance: CovarianceLimit | None = None
-    """Selection of clip_cov or kl_cov in the global batch; None selects in each micro-batch."""
-    counts: bool = True
-    """Whether this rank counts tokens and sequences: one of the context-parallel ranks does."""
-    custom: CustomTis | None = None
-    """A user's function instead of the library's correction."""
-    custom_loss: CustomLoss | None = None
-    """A user's function instead of the loss."""
-    functions: ObjectiveFunctions = field(default_factory=ObjectiveFunctions)
-    """The user's other functions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +70,7 @@ class LossOutputs:
 
 
 def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
-    """The loss of one micro-batch by the algorithm of the options (the README lists them).
+    """The loss of one micro-batch by the algorithm of the options (docs/choosing.md, section 2).
 
     Args:
         inputs: Log-probs, entropies and data of the micro-batch's response tokens.
@@ -157,35 +110,12 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     log_probs_L, finite_old_L = usable_log_probs(inputs.log_probs_L, old_L, correction.mask)
     selected_L = selected_tokens(old_L, tokens, step)
     terms = token_terms(inputs, log_probs_L, finite_old_L, correction.mask, selected_L, step)
-    loss_L = terms.pg_loss
-    weights_L = (tokens.loss_mask_L > 0).float()
-    if options.use_tis:
-        weights_L = correction.weights
-    custom_metrics: dict[str, Tensor] = {}
-    if step.custom is not None:
-        custom_loss_L, custom_mask_L, custom_accepted_S, custom_metrics = step.custom(
-            tokens,
-            loss_L=loss_L,
-            log_probs_L=log_probs_L,
-            train_log_probs_L=train_L,
-            global_batch=step.global_batch,
-        )
-        # Without --use-tis and --use-rs the function only measures, and the loss keeps all bits.
-        if options.corrects:
-            loss_L = custom_loss_L
-            # The function applies its weights itself, and does not return them.
-            weights_L = torch.full_like(weights_L, torch.nan)
-            correction = replace(
-                correction, mask=custom_mask_L, accepted_per_sequence=custom_accepted_S
-            )
-            correction = without_opsm(correction, opsm_mask_L, ranks)
-    elif options.use_tis:
-        loss_L = loss_L * weights_L
-    if step.policy.staleness_decay < 1:
-        decay_L = staleness_weights(tokens, step)
-        loss_L = loss_L * decay_L
-        weights_L = weights_L * decay_L
-    terms = replace(terms, pg_loss=loss_L)
+    weighted = weighted_loss(inputs, terms.pg_loss, log_probs_L, train_L, correction, step)
+    terms = replace(terms, pg_loss=weighted.loss_L)
+    correction = weighted.correction
+    if step.custom is not None and options.corrects:
+        # The user's function returned another mask.
+        correction = without_opsm(correction, opsm_mask_L, ranks)
 
     # 4. Reduction over the accepted tokens; some metrics need it over all masked-in tokens.
     accepted_S = correction.accepted_per_sequence
@@ -196,9 +126,11 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     reduction = reduction_over(correction.mask, counts_S, tokens, step)
     original = reduction_over(tokens.loss_mask_L > 0, masked_in_S, tokens, step)
     measured_L = measured_log_probs(inputs, train_L, step)
-    sums = step_sums(inputs, correction, terms, reduction, original, measured_L, step)
-    sums = with_optional_metrics(sums, original, opsm_mask_L, custom_metrics)
-    numerator, sums = objective(inputs, terms, correction.mask, weights_L, reduction, sums, step)
+    sums = micro_batch_sums(inputs, correction, terms, reduction, original, measured_L, step)
+    sums = with_optional_metrics(sums, original, opsm_mask_L, weighted.custom_metrics)
+    numerator, sums = objective(
+        inputs, terms, correction.mask, weighted.weights_L, reduction, sums, step
+    )
     contributing = sums.accepted_tokens
     if step.policy.rollout_pull_coef > 0:
         pull = original.sum(rollout_pull(inputs))
@@ -215,7 +147,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
             log_probs_L=inputs.log_probs_L.detach(),
             old_log_probs_L=old_L.detach(),
             entropy_L=inputs.entropy_L.detach(),
-            weights_L=weights_L,
+            weights_L=weighted.weights_L,
             accepted_L=correction.mask,
             measured_log_probs_L=measured_L,
         ),
@@ -272,23 +204,6 @@ def config_of_correction(step: LossStep) -> RolloutCorrectionConfig:
         tis_batch_normalize=False,
         # The configuration refuses weights in bypass mode with a loss that has a ratio.
         policy_loss="reinforce",
-    )
-
-
-def without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The same configuration without weights and rejection; only statistics remain."""
-    return replace(
-        config,
-        use_tis=False,
-        use_rs=False,
-        rs_z_score=None,
-        rs_target_fraction=None,
-        rs_veto_threshold=None,
-        rs_veto_upper_threshold=None,
-        rs_second_moment_bound=None,
-        divergence_mask=None,
-        rollout_rs=None,
-        rollout_rs_threshold=None,
     )
 
 
@@ -432,6 +347,72 @@ def prefix_sums(
     return slices.slice_flat(sums_N).to(values_L.dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightedLoss:
+    """The policy loss of a micro-batch after the correction."""
+
+    loss_L: Tensor
+    """Loss per token times its weight, with gradient."""
+    weights_L: Tensor
+    """The weights, float32; NaN if a user's function applied its own."""
+    correction: Correction[Tensor]
+    """The correction, with the mask of a user's function if there is one."""
+    custom_metrics: dict[str, Tensor]
+    """Metrics of a user's function, [L] each."""
+
+
+def weighted_loss(
+    inputs: LossInputs,
+    loss_L: Tensor,
+    log_probs_L: Tensor,
+    train_log_probs_L: Tensor,
+    correction: Correction[Tensor],
+    step: LossStep,
+) -> WeightedLoss:
+    """Multiplies the loss per token by the weights of the library or of a user's function.
+
+    Args:
+        inputs: The micro-batch.
+        loss_L: Loss per token, with gradient.
+        log_probs_L: log π_θ with gradient, bounded at masked tokens.
+        train_log_probs_L: log π_train, the numerator of the weights.
+        correction: The library's correction.
+        step: Options of the optimizer step.
+
+    Raises:
+        CustomFunctionError: A user's function returned invalid values.
+    """
+    tokens = inputs.tokens
+    options = step.correction
+    weights_L = (tokens.loss_mask_L > 0).float()
+    if options.use_tis:
+        weights_L = correction.weights
+    custom_metrics: dict[str, Tensor] = {}
+    if step.custom is not None:
+        custom_loss_L, mask_L, accepted_S, custom_metrics = step.custom(
+            tokens,
+            loss_L=loss_L,
+            log_probs_L=log_probs_L,
+            train_log_probs_L=train_log_probs_L,
+            global_batch=step.global_batch,
+        )
+        # Without --use-tis and --use-rs the function only measures, and the loss keeps all bits.
+        if options.corrects:
+            loss_L = custom_loss_L
+            # The function applies its weights itself, and does not return them.
+            weights_L = torch.full_like(weights_L, torch.nan)
+            correction = replace(correction, mask=mask_L, accepted_per_sequence=accepted_S)
+    elif options.use_tis:
+        loss_L = loss_L * weights_L
+    if step.policy.staleness_decay < 1:
+        decay_L = staleness_weights(tokens, step)
+        loss_L = loss_L * decay_L
+        weights_L = weights_L * decay_L
+    return WeightedLoss(
+        loss_L=loss_L, weights_L=weights_L, correction=correction, custom_metrics=custom_metrics
+    )
+
+
 def staleness_weights(tokens: ResponseTokens, step: LossStep) -> Tensor:
     """γ^(v_θ − v), float32 [L], with the version v of the weights that sampled a token.
 
@@ -517,93 +498,3 @@ def rollout_pull(inputs: LossInputs) -> Tensor:
     # Zeros before the difference: a later mask would leave the NaN gradient of inf − inf.
     difference_L = torch.where(counts_L, log_probs_L, 0.0) - torch.where(counts_L, rollout_L, 0.0)
     return difference_L.square()
-
-
-def step_sums(
-    inputs: LossInputs,
-    correction: Correction[Tensor],
-    terms: LossTerms,
-    reduction: LossReduction,
-    original: LossReduction,
-    measured_log_probs_L: Tensor,
-    step: LossStep,
-) -> StepSums:
-    """The micro-batch's sums for the metrics of the step, without optional metrics."""
-    tokens = inputs.tokens
-    workers_L = tokens.workers_L
-    if workers_L is None:
-        workers_L = torch.zeros_like(tokens.turns_L)
-    by_bucket = partial(
-        sums_by,
-        train_log_probs_L=measured_log_probs_L,
-        rollout_log_probs_L=tokens.rollout_log_probs_L,
-        loss_mask_L=tokens.loss_mask_L,
-    )
-    # All context-parallel ranks have the complete counts; one rank adds them to the step.
-    is_counted = float(step.counts)
-    return StepSums(
-        terms=LossTerms.unstack(reduction.sum_each(terms.stack())),
-        loss_denominator=reduction.denominator * is_counted,
-        original_denominator=original.denominator * is_counted,
-        accepted_tokens=correction.accepted_per_sequence.sum() * is_counted,
-        masked_in_tokens=correction.masked_in_per_sequence.sum() * is_counted,
-        statistics=correction.statistics,
-        old_policy_statistics=old_policy_statistics(inputs, step),
-        staleness=by_bucket(STALENESS, number_L=step.version - tokens.weight_versions_L),
-        turns=by_bucket(TURN, number_L=tokens.turns_L),
-        workers=by_bucket(WORKER, number_L=workers_L),
-    )
-
-
-def with_optional_metrics(
-    sums: StepSums,
-    original: LossReduction,
-    opsm_mask_L: Tensor | None,
-    custom_metrics: dict[str, Tensor],
-) -> StepSums:
-    """Adds the sums of OPSM and of a user's correction, over all masked-in tokens."""
-    if opsm_mask_L is not None:
-        rejected_L = (~opsm_mask_L).double()
-        sums = replace(sums, opsm_clipped=original.sum_each(rejected_L[None])[0])
-    if custom_metrics:
-        values = torch.stack([value.double() for value in custom_metrics.values()])
-        metric_sums = original.sum_each(values).unbind()
-        sums = replace(sums, custom=dict(zip(custom_metrics, metric_sums, strict=True)))
-    return sums
-
-
-def measured_log_probs(inputs: LossInputs, train_log_probs_L: Tensor, step: LossStep) -> Tensor:
-    """log π_train [L] of the mismatch metrics.
-
-    It is log π_train of the importance weights. With --get-mismatch-metrics it is the training
-    engine's log π_old: in bypass mode the weights have π_θ, which moves away from the rollout
-    policy with every step.
-    """
-    if step.correction.get_mismatch_metrics:
-        return training_old_log_probs(inputs)
-    return train_log_probs_L.detach()
-
-
-def training_old_log_probs(inputs: LossInputs) -> Tensor:
-    """The training engine's log π_old [L]: recomputed before the step, or of this forward pass."""
-    recomputed_L = inputs.tokens.old_log_probs_L
-    if recomputed_L is None:
-        return inputs.log_probs_L.detach()
-    return recomputed_L
-
-
-def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
-    """Mismatch of the training engine's π_old, with --get-mismatch-metrics; else empty."""
-    config = without_correction(step.correction)
-    tokens = inputs.tokens
-    if not step.correction.get_mismatch_metrics:
-        return Statistics.empty(config, tokens.loss_mask_L.device)
-    correction = correct(
-        config,
-        training_old_log_probs(inputs),
-        tokens.rollout_log_probs_L,
-        tokens.loss_mask_L,
-        lengths=tokens.lengths,
-        global_batch=GlobalBatch(ranks=step.global_batch.ranks),
-    )
-    return correction.statistics

@@ -33,8 +33,9 @@ from slime_tis.policy.config import (
     uses_recomputed_old_policy,
 )
 from slime_tis.policy.custom_loss import CustomLoss, CustomTis, ObjectiveFunctions, token_advantages
+from slime_tis.policy.loss_inputs import LossInputs, LossStep
 from slime_tis.policy.losses import CovarianceLimit, covariance_limit
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, policy_loss
+from slime_tis.policy.policy_loss import LossOutputs, policy_loss
 from slime_tis.policy.step_sums import StepSums, mismatch, step_metrics
 from slime_tis.policy.token_record import TokenRecord
 from slime_tis.trainer.configs.rollout import RolloutConfig

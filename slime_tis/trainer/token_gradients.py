@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.errors import one_line
-from slime_tis.policy.policy_loss import LossInputs
+from slime_tis.policy.loss_inputs import LossInputs
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.megatron.micro_batches import in_sample_order
 from slime_tis.trainer.megatron.parallel import Parallel

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.main import train
-from slime_tis.policy.policy_loss import LossInputs
+from slime_tis.policy.loss_inputs import LossInputs
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.micro_batches import in_sample_order

@@ -16,7 +16,7 @@ from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomTis
-from slime_tis.policy.policy_loss import LossStep
+from slime_tis.policy.loss_inputs import LossStep
 from slime_tis.policy.response_tokens import ResponseTokens
 from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.user_functions import load_custom_tis

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from slime_tis.correction import RolloutCorrectionConfig
 from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig
+from slime_tis.policy.loss_inputs import LossInputs, LossStep
 from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate, policy_ratio, ppo_clip
-from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
+from slime_tis.policy.policy_loss import policy_loss
 from slime_tis.policy.step_sums import step_metrics
 from tests.policy.test_policy_loss import make
 

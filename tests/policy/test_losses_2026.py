@@ -17,6 +17,7 @@ from slime_tis.correction import (
 from slime_tis.integrations.verl_config import ACTOR_NAMES, LOSS_MODE, translate_actor
 from slime_tis.policy import losses
 from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig
+from slime_tis.policy.loss_inputs import LossInputs, LossStep
 from slime_tis.policy.losses import (
     LOSSES,
     aspo,
@@ -29,7 +30,7 @@ from slime_tis.policy.losses import (
     sapo,
     vespo,
 )
-from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, prefix_sums
+from slime_tis.policy.policy_loss import policy_loss, prefix_sums
 from tests.correction.test_trimming import over_ranks
 from tests.golden.methods import BATCHES, Case, cases
 from tests.policy.test_policy_loss import make

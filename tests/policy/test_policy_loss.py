@@ -15,7 +15,8 @@ from slime_tis.correction import GlobalBatch, Ranks, RolloutCorrectionConfig, re
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomTis, ObjectiveFunctions
-from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, rollout_pull
+from slime_tis.policy.loss_inputs import LossInputs, LossStep
+from slime_tis.policy.policy_loss import policy_loss, rollout_pull
 from slime_tis.policy.response_tokens import ResponseTokens, turns_of
 from slime_tis.policy.step_sums import (
     STALENESS,

@@ -30,15 +30,15 @@ from slime_tis.correction import (
     response_slices,
 )
 from slime_tis.correction.config import DIVERGENCE_BOUNDS
-from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig, needs_global_batch
-from slime_tis.policy.custom_loss import CustomTis
-from slime_tis.policy.policy_loss import (
-    LossInputs,
-    LossStep,
-    old_log_probs,
-    policy_loss,
+from slime_tis.policy.config import (
+    COVARIANCE_LOSSES,
+    PolicyConfig,
+    needs_global_batch,
     without_correction,
 )
+from slime_tis.policy.custom_loss import CustomTis
+from slime_tis.policy.loss_inputs import LossInputs, LossStep
+from slime_tis.policy.policy_loss import old_log_probs, policy_loss
 from slime_tis.policy.response_tokens import ResponseTokens, turns_of
 from slime_tis.policy.step_sums import step_metrics
 

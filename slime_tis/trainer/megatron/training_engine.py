@@ -23,7 +23,8 @@ from torch import Tensor
 
 from slime_tis.families import delta_net_layers
 from slime_tis.hf_directory import moe_sizes
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs
+from slime_tis.policy.loss_inputs import LossInputs
+from slime_tis.policy.policy_loss import LossOutputs
 from slime_tis.policy.step_sums import StepSums
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
