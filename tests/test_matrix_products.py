@@ -24,7 +24,7 @@ def library(request, monkeypatch):
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("torch has no oneDNN")
     monkeypatch.setattr(matrix_products, "prefers_onednn", lambda: request.param)
-    monkeypatch.setattr(matrix_products, "MIN_ENTRIES", 0)
+    monkeypatch.setattr(matrix_products, "MIN_MULTIPLICATIONS", 0)
 
 
 SHAPES = {
