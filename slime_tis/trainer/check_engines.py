@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from slime_tis.analysis.diagnosis.causes import CAUSES
+from slime_tis.analysis.diagnosis.checkpoint_proof import prove
 from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagnose
-from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.diagnosis.top_tokens import Position, TopTokens, compare_top_tokens
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line

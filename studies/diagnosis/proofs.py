@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime_tis.analysis.diagnosis.checkpoint_proof import prove
 from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, with_prompt
-from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.progress import print_line, tracked
 

@@ -25,9 +25,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from slime_tis.analysis.diagnosis.checkpoint_proof import prove
 from slime_tis.analysis.diagnosis.hypotheses import TABLE, Hypothesis, Input, hypotheses
 from slime_tis.analysis.diagnosis.hypotheses.prompts import for_history
-from slime_tis.analysis.diagnosis.proof import explain_disagreement, prove
+from slime_tis.analysis.diagnosis.proof import explain_disagreement
 from slime_tis.analysis.diagnosis.rescore import HfScorer
 from slime_tis.analysis.diagnosis.search import Search
 from slime_tis.analysis.dumps.files import write

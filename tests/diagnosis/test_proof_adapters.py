@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime_tis.analysis.diagnosis.checkpoint_proof import prove
 from slime_tis.analysis.diagnosis.hypotheses.weights import for_weights, read_adapter
-from slime_tis.analysis.diagnosis.proof import prove
 from tests.checkpoints import make_checkpoint
 from tests.diagnosis.test_proof import dump
 from tests.diagnosis.test_proof_checkpoints import Weights, engine, loaded, save_adapter

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime_tis.analysis.diagnosis.checkpoint_proof import prove
 from slime_tis.analysis.diagnosis.hypotheses.prompts import for_template
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
-from slime_tis.analysis.diagnosis.proof import Proof, explain_disagreement, prove
+from slime_tis.analysis.diagnosis.proof import Proof, explain_disagreement
 from slime_tis.analysis.diagnosis.rescore import HfScorer
 from slime_tis.analysis.diagnosis.search import Search
 from slime_tis.analysis.dumps.table import TokenTable

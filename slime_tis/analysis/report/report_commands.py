@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from slime_tis.analysis.diagnosis.checkpoint_proof import prove
 from slime_tis.analysis.diagnosis.diagnose import Diagnosis, as_text, diagnose, with_proof
 from slime_tis.analysis.diagnosis.metric_rules import ABS, K3, invalid_values, series_of
-from slime_tis.analysis.diagnosis.proof import Proof, prove
+from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.analysis.diagnosis.rescore import Rescored, check_device
 from slime_tis.analysis.diagnosis.trained_tokens import mean_of
 from slime_tis.analysis.dumps.table import TokenTable
