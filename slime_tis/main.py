@@ -62,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         parser.print_help()
         return 0
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        # So that Ctrl-C raises KeyboardInterrupt, which removes unfinished files.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if owns_process:
+        _raise_on_signals()
     try:
         status = _run(chosen)
         # A full disk is an error of this command, not of the interpreter's exit.
@@ -80,10 +79,45 @@ def main(argv: Sequence[str] | None = None) -> int:
             location = f" ({str(error.filename)!r})"
         print(f"error: {error.strerror or error}{location}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; unfinished files are removed.", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as error:
+        return _status_after(error)
     return status
+
+
+class _Signalled(KeyboardInterrupt):
+    """A signal asks the command to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+def _status_after(interrupt: KeyboardInterrupt) -> int:
+    """Prints which signal ended the command; returns the exit status."""
+    number = signal.SIGINT
+    if isinstance(interrupt, _Signalled):
+        number = interrupt.number
+    print(f"ended by {number.name}; unfinished files are removed.", file=sys.stderr)
+    return 128 + number
+
+
+def _raise_on_signals() -> None:
+    """Makes Ctrl-C and SIGTERM raise an exception, which removes unfinished files.
+
+    A second signal ends the process at once, so that its clean-up cannot hang.
+    """
+
+    def raise_once(number: int, _: object) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+        raise _Signalled(signal.Signals(number))
+
+    handled = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # nohup, and a shell for background jobs, make a process ignore signals.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handled.append(number)
+            signal.signal(number, raise_once)
 
 
 def _extra(command: str) -> str:

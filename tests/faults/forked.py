@@ -33,8 +33,15 @@ class Outcome:
         return [line for line in lines if not line.startswith("warning: ")]
 
 
+def train_program() -> int:
+    """Runs `python train.py` with the command line of this process."""
+    from slime_tis.main import train
+
+    return train()
+
+
 class ForkedRun:
-    """A run of train.py in a forked process with its own process group."""
+    """A run of train.py, or of another program, in a forked process with its own process group."""
 
     def __init__(
         self,
@@ -43,14 +50,15 @@ class ForkedRun:
         *,
         cwd: Path | None = None,
         before: Callable[[], Any] = int,
+        program: Callable[[], int] = train_program,
     ) -> None:
         """Starts the run with its output in `directory`.
 
-        `before` is called in the child, for example to limit its resources.
+        `before` is called in the child, for example to limit its resources. Then `program` runs,
+        which reads `argv` from sys.argv and returns the exit status.
         """
         # imported before the fork, so that children have it
         import slime_tis.trainer.training_command  # noqa: F401
-        from slime_tis.main import train
 
         directory.mkdir(parents=True, exist_ok=True)
         self.stdout = directory / "stdout.txt"
@@ -74,9 +82,9 @@ class ForkedRun:
             sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8")
             sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8")
             os.chdir(cwd or ".")
-            sys.argv[1:] = argv  # as in `python train.py`
+            sys.argv[1:] = argv  # as on the command line
             before()
-            status = train()
+            status = program()
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
         except BaseException:
