@@ -22,6 +22,7 @@ LAYERS = (
         "slime_tis.progress",
         "slime_tis.alarm",
         "slime_tis.families",
+        "slime_tis.family_weights",
         "slime_tis.hf_directory",
         "slime_tis.hf_tensors",
         "slime_tis.unread_fields",
