@@ -94,7 +94,11 @@ LAYERS = (
     ),
     ("slime_tis.trainer.checkpointer", "slime_tis.trainer.check_engines"),
     ("slime_tis.trainer.cli",),
-    ("slime_tis.trainer.sample_pipeline", "slime_tis.trainer.memory_plan"),
+    (
+        "slime_tis.trainer.sample_pipeline",
+        "slime_tis.trainer.adapter_plan",
+        "slime_tis.trainer.memory_plan",
+    ),
     ("slime_tis.trainer.port", "slime_tis.trainer.setup"),
     ("slime_tis.trainer.train", "slime_tis.trainer.exits"),
     ("slime_tis.trainer.training_command",),
