@@ -98,6 +98,18 @@ def test_replaced_layers_take_a_slice_of_every_sequence():
     torch.testing.assert_close(model(states[:, -1:]), expected, atol=1e-6, rtol=1e-6)
 
 
+def test_replaced_layers_have_the_gradients_of_the_model():
+    model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3, bias=False))
+    states = torch.randn(4, 2, 7)
+    model(states).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    use_fast_linear_layers(model)
+    model.zero_grad()
+    model(states).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(gradients, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_the_choice_depends_on_the_processor(monkeypatch, tmp_path):
     answers = {}
     for vendor in ("GenuineIntel", "AuthenticAMD"):

@@ -3,6 +3,7 @@
 Both create a mismatch with a tiny model, and explain it.
 """
 
+import gc
 import os
 import shlex
 from collections.abc import Iterator
@@ -71,6 +72,8 @@ def demo(out: str) -> int:
     from slime_tis.trainer.training_command import main as train
     from slime_tis.trainer.training_command import prepare_terminal
 
+    # As in `slime_tis.main.train`: no collection visits the objects of imported modules.
+    gc.freeze()
     directory = _new_directory(out, "--out DIR")
     data = directory / "data"
     run = directory / "run"

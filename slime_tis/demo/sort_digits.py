@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from slime_tis.progress import Progress
+from slime_tis.trainer.matrix_products import prefers_onednn, use_fast_linear_layers
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 # ids of the special tokens, which begin the vocabulary
@@ -227,6 +228,8 @@ def train_supervised(
 
     `on_step` is called before every step.
     """
+    if prefers_onednn():
+        use_fast_linear_layers(model)
     lowest, highest = example.accuracy
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0

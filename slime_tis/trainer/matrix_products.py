@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
 
 
 class FastLinear(nn.Linear):
-    """A linear layer without gradient, with the parameters of another one."""
+    """A linear layer with the parameters of another one."""
 
     def __init__(self, layer: nn.Linear) -> None:
         # nn.Linear would allocate other parameters.
@@ -119,12 +119,17 @@ class FastLinear(nn.Linear):
         # torch multiplies a non-contiguous batch, such as the last hidden state of every sequence,
         # as one product per sequence, each with a copy of the weight.
         rows = input.reshape(-1, self.in_features)
-        output = linear(rows, self.weight, self.bias)
+        if not torch.is_grad_enabled():
+            output = linear(rows, self.weight, self.bias)
+        else:
+            output = trained_linear(rows, self.weight)
+            if self.bias is not None:
+                output = output + self.bias
         return output.view(*input.shape[:-1], self.out_features)
 
 
 def use_fast_linear_layers(model: nn.Module) -> None:
-    """Replaces the linear layers of a model for sampling."""
+    """Replaces the linear layers of a model of transformers."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             parent_name, _, child = name.rpartition(".")

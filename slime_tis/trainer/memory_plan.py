@@ -24,9 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_tis.families import family_of
 from slime_tis.hf_directory import moe_sizes, read_model_config
-from slime_tis.trainer.adapter_plan import adapter_lines
 from slime_tis.trainer.cli.file_checks import layout_problems
-from slime_tis.trainer.cli.train_arguments import Layout
 from slime_tis.trainer.configs.adapter_targets import check_adapters
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
@@ -331,11 +329,11 @@ def _powers(limit: int) -> list[int]:
     return [1 << exponent for exponent in range(limit.bit_length())]
 
 
-def plan(layout: Layout, world_size: int, *, gpu_memory: float, bandwidth: float) -> str:
+def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidth: float) -> str:
     """Returns the plan as text.
 
     Args:
-        layout: Model, parallel sizes, precision, and the rollout engine.
+        config: Model, parallel sizes and precision.
         world_size: Number of ranks.
         gpu_memory: Memory per GPU and rank, GiB.
         bandwidth: Bandwidth from training to rollout, GB/s.
@@ -344,7 +342,6 @@ def plan(layout: Layout, world_size: int, *, gpu_memory: float, bandwidth: float
         ValueError: The model or the ranks do not divide, a number is out of range, or a layer can
             have no LoRA adapter.
     """
-    config = layout.megatron
     _check_numbers(world_size, gpu_memory, bandwidth)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     hf = read_hf_config(config.hf_checkpoint)
@@ -359,7 +356,14 @@ def plan(layout: Layout, world_size: int, *, gpu_memory: float, bandwidth: float
     trained = list(_trained(config, weights, stages))
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
-    update = _update_bytes(config, weights) / 1e9
+    bytes_per_weight = 2
+    sent = weights.total
+    if config.trains_adapters:
+        sent -= weights.trained
+    # Merged LoRA adapters are sent in float32.
+    if config.precision == "fp32" or config.trains_adapters:
+        bytes_per_weight = 4
+    update = sent * bytes_per_weight / 1e9
     lines = [
         f"{config.hf_checkpoint}: {weights.total:,} parameters ({hf.architectures[0]}),"
         f" {config.precision}",
@@ -373,10 +377,9 @@ def plan(layout: Layout, world_size: int, *, gpu_memory: float, bandwidth: float
     lines += trained
     lines += _table(stages, memory)
     lines += _copies(config, stages)
-    lines += adapter_lines(layout, hf, weights.trained)
     lines += [
         f"tokens: the largest micro-batch that fits into {USABLE:.0%} of {gpu_memory:g} GiB.",
-        f"Weight update: {update:.4g} GB, {update / bandwidth:.3g} s at {bandwidth:g} GB/s.",
+        f"Weight update: {update:.2f} GB, {update / bandwidth:.2f} s at {bandwidth:g} GB/s.",
     ]
     if moe is not None:
         replayed = 2 * len(moe.layers) * moe.top_k  # int16 per chosen expert
@@ -386,19 +389,6 @@ def plan(layout: Layout, world_size: int, *, gpu_memory: float, bandwidth: float
         lines.append("This layout does not fit.")
     lines.append(_recommendation(config, weights, world_size, memory))
     return "\n".join(lines)
-
-
-def _update_bytes(config: MegatronConfig, weights: Census) -> int:
-    """Returns the bytes that an update sends to the rollout engine."""
-    itemsize = 2
-    if config.precision == "fp32":
-        itemsize = 4
-    if not config.trains_adapters:
-        return weights.total * itemsize
-    if config.rollout_lora == "unmerged":
-        return weights.trained * itemsize
-    # Weights with merged adapters are sent in float32.
-    return (weights.total - weights.trained) * 4
 
 
 def _check_numbers(world_size: int, gpu_memory: float, bandwidth: float) -> None:

@@ -161,8 +161,7 @@ def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
 
 def to_dict(sample: Sample) -> dict[str, Any]:
     """Returns the sample as JSON values, without metadata and tokens that its prompt row has."""
-    # not dataclasses.asdict, which would copy the tensors
-    row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    row = _fields(sample)
     for name in NUMBER_TYPES:
         row[name] = list(row[name] or [])  # some are None before a response
     for name in TENSORS:
@@ -177,7 +176,7 @@ def to_dict(sample: Sample) -> dict[str, Any]:
     if sample.train_metadata is not None:
         row["train_metadata"] = json_object(sample.train_metadata, "its train_metadata")
     if sample.prompt_row is not None:
-        row["prompt_row"] = dataclasses.asdict(sample.prompt_row)
+        row["prompt_row"] = _fields(sample.prompt_row)
         if list(sample.prompt_row.token_ids) == sample.prompt_ids:
             row["prompt_row"]["token_ids"] = None
         if sample.metadata == sample.prompt_row.metadata:
@@ -188,6 +187,11 @@ def to_dict(sample: Sample) -> dict[str, Any]:
         log_probs.append(value if is_finite else None)
     row["rollout_log_probs"] = log_probs
     return row
+
+
+def _fields(record: Sample | Prompt) -> dict[str, Any]:
+    """Returns the fields by name; unlike dataclasses.asdict, without a copy of each value."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def from_dict(row: dict[str, Any]) -> Sample:
