@@ -10,13 +10,8 @@ from typing import Any
 
 from slime_tis.atomic_files import parse_object
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.families import (
-    MODEL_WEIGHTS,
-    Weight,
-    delta_net_layers,
-    family_of,
-    layer_weights,
-)
+from slime_tis.families import delta_net_layers, family_of, layer_weights
+from slime_tis.family_weights import MODEL_WEIGHTS, Weight
 from slime_tis.hf_directory import load_config, moe_sizes
 
 REQUIRED_FIELDS = (

@@ -115,8 +115,8 @@ def test_a_revision_is_asked_for(hub):
 
 
 def test_a_plan_downloads_only_config_json(hub):
-    layout = read_layout(["--hf-checkpoint", "org/model"])
-    assert (Path(layout.hf_checkpoint) / "config.json").read_bytes() == FILES["config.json"]
+    megatron = read_layout(["--hf-checkpoint", "org/model"]).megatron
+    assert (Path(megatron.hf_checkpoint) / "config.json").read_bytes() == FILES["config.json"]
     assert hub.downloaded() == ["config.json"]
 
 

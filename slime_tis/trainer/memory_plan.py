@@ -24,7 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_tis.families import family_of
 from slime_tis.hf_directory import moe_sizes, read_model_config
+from slime_tis.trainer.adapter_plan import adapter_lines
 from slime_tis.trainer.cli.file_checks import layout_problems
+from slime_tis.trainer.cli.train_arguments import Layout
 from slime_tis.trainer.configs.adapter_targets import check_adapters
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
@@ -329,11 +331,11 @@ def _powers(limit: int) -> list[int]:
     return [1 << exponent for exponent in range(limit.bit_length())]
 
 
-def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidth: float) -> str:
+def plan(layout: Layout, world_size: int, *, gpu_memory: float, bandwidth: float) -> str:
     """Returns the plan as text.
 
     Args:
-        config: Model, parallel sizes and precision.
+        layout: Model, parallel sizes, precision, and the rollout engine.
         world_size: Number of ranks.
         gpu_memory: Memory per GPU and rank, GiB.
         bandwidth: Bandwidth from training to rollout, GB/s.
@@ -342,6 +344,7 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         ValueError: The model or the ranks do not divide, a number is out of range, or a layer can
             have no LoRA adapter.
     """
+    config = layout.megatron
     _check_numbers(world_size, gpu_memory, bandwidth)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     hf = read_hf_config(config.hf_checkpoint)
@@ -356,14 +359,7 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     trained = list(_trained(config, weights, stages))
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
-    bytes_per_weight = 2
-    sent = weights.total
-    if config.trains_adapters:
-        sent -= weights.trained
-    # Merged LoRA adapters are sent in float32.
-    if config.precision == "fp32" or config.trains_adapters:
-        bytes_per_weight = 4
-    update = sent * bytes_per_weight / 1e9
+    update = _update_bytes(config, weights) / 1e9
     lines = [
         f"{config.hf_checkpoint}: {weights.total:,} parameters ({hf.architectures[0]}),"
         f" {config.precision}",
@@ -377,9 +373,10 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     lines += trained
     lines += _table(stages, memory)
     lines += _copies(config, stages)
+    lines += adapter_lines(layout, hf, weights.trained)
     lines += [
         f"tokens: the largest micro-batch that fits into {USABLE:.0%} of {gpu_memory:g} GiB.",
-        f"Weight update: {update:.2f} GB, {update / bandwidth:.2f} s at {bandwidth:g} GB/s.",
+        f"Weight update: {update:.4g} GB, {update / bandwidth:.3g} s at {bandwidth:g} GB/s.",
     ]
     if moe is not None:
         replayed = 2 * len(moe.layers) * moe.top_k  # int16 per chosen expert
@@ -389,6 +386,19 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         lines.append("This layout does not fit.")
     lines.append(_recommendation(config, weights, world_size, memory))
     return "\n".join(lines)
+
+
+def _update_bytes(config: MegatronConfig, weights: Census) -> int:
+    """Returns the bytes that an update sends to the rollout engine."""
+    itemsize = 2
+    if config.precision == "fp32":
+        itemsize = 4
+    if not config.trains_adapters:
+        return weights.total * itemsize
+    if config.rollout_lora == "unmerged":
+        return weights.trained * itemsize
+    # Weights with merged adapters are sent in float32.
+    return (weights.total - weights.trained) * 4
 
 
 def _check_numbers(world_size: int, gpu_memory: float, bandwidth: float) -> None:

@@ -133,6 +133,18 @@ def test_k3_of_small_log_ratios_is_accurate(size):
     assert metrics["mismatch_k3_kl"] == pytest.approx(exact, rel=max(2e-7 / size, 1e-6))
 
 
+@pytest.mark.parametrize("sign", [1, -1], ids=["above", "below"])
+@pytest.mark.parametrize("exponent", range(-8, 1))
+def test_the_rounding_error_of_k3_is_bounded(exponent, sign):
+    """Equal tokens, whose rounding errors do not average out (docs/metrics.md has the bound)."""
+    for factor in (1.0, 0.7, 0.31, 0.13):
+        log_ratio = torch.full((1, 64), sign * factor * 10.0**exponent)
+        k3 = metrics_of_log_ratio(log_ratio, get_mismatch_metrics=True)["mismatch_k3_kl"]
+        exact = (log_ratio.double().expm1() - log_ratio.double()).mean().item()
+        assert k3 >= 0
+        assert k3 == pytest.approx(exact, rel=0, abs=5e-7 * abs(log_ratio[0, 0].item()))
+
+
 def test_k3_of_the_smallest_log_ratios_is_not_negative():
     k3 = metrics_of_log_ratio(torch.full((1, 3), -1e-8), get_mismatch_metrics=True)
     assert 0 <= k3["mismatch_k3_kl"] < 1.5e-16  # Δ²/2 is 5e-17

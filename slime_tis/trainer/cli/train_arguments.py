@@ -400,8 +400,19 @@ def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
     )
 
 
-def read_layout(argv: Sequence[str]) -> MegatronConfig:
-    """Returns the training engine's options among flags of train.py, for `slime-tis plan`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The options of `slime-tis plan`."""
+
+    megatron: MegatronConfig
+    rollout_engine: str
+    rollout_precision: str
+    servers: Mapping[str, ServerConfig]
+    """Of each engine that samples on servers."""
+
+
+def read_layout(argv: Sequence[str]) -> Layout:
+    """Returns the options of `slime-tis plan` among flags of train.py.
 
     Of a model of the Hugging Face Hub, only config.json is downloaded.
     """
@@ -413,9 +424,19 @@ def read_layout(argv: Sequence[str]) -> MegatronConfig:
     }
     line = dataclasses.replace(COMMAND_LINE, options=options)
     flags, _ = _read_command_line(argv, "slime-tis plan")
-    megatron = build(MegatronConfig, merge_sources(line, flags))
+    merged = merge_sources(line, flags)
+    megatron = build(MegatronConfig, merged)
     directory = local_directory(megatron.hf_checkpoint, files=CONFIG)
-    return dataclasses.replace(megatron, hf_checkpoint=directory)
+    rollout = {}
+    for name in ("rollout_engine", "rollout_precision"):
+        rollout[name] = OPTIONS[name].default
+        if name in merged:
+            rollout[name] = merged[name].value
+    return Layout(
+        megatron=dataclasses.replace(megatron, hf_checkpoint=directory),
+        servers={engine: _build_servers(engine, merged) for engine in SERVER_ENGINES},
+        **rollout,
+    )
 
 
 WHAT_IF_LOSS_OPTIONS = (

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.families import MODEL_WEIGHTS, family_of, stacks_experts
+from slime_tis.families import family_of, stacks_experts
+from slime_tis.family_weights import MODEL_WEIGHTS
 from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_tensors import check_tensors, tensor_files
 from slime_tis.trainer.megatron.architecture import HfConfig, Model
