@@ -8,6 +8,8 @@ import torch
 
 from slime_tis.families import FAMILIES
 from slime_tis.peft_directory import AdapterConfig, tensor_name, write_adapter
+from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
+from slime_tis.trainer.engines.vllm.vllm_api import ADAPTER_RANKS
 from tests.cli.conftest import configured, refusal
 
 OTHER_MODELS = {
@@ -89,3 +91,26 @@ def test_a_second_directory_of_the_export_is_refused_by_its_option(base):
     flags = "--lora-rank 8 --merge-lora --save-hf hf --save hf-adapter"
     message = "--merge-lora writes the adapter to 'hf-adapter', which is the same as --save"
     assert message in refusal(base + flags)
+
+
+SERVERS = "--lora-rank 513 --rollout-lora unmerged --rollout-engine vllm --vllm-weight-sync"
+# flags, and the message
+UNABLE = {
+    "rank": (f"{SERVERS} disk --vllm-launch 1", "up to rank 512, but they have rank 513"),
+    "transport": (f"{SERVERS} distributed --vllm-launch 1", "needs --vllm-weight-sync disk"),
+    "router": (
+        f"{SERVERS} disk --vllm-router-ip 127.0.0.1 --vllm-router-port 9",
+        "does not work with --vllm-router-ip",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), UNABLE.values(), ids=UNABLE)
+def test_servers_that_load_no_adapter_are_refused_with_the_alternative(flags, message, base):
+    refused = refusal(base + flags)
+    assert message in refused
+    assert refused.endswith("send merged weights: --rollout-lora merged.")
+
+
+def test_the_largest_rank_is_that_of_the_slots():
+    assert SERVER_ENGINES["vllm"].max_adapter_rank == ADAPTER_RANKS[-1]

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.correction.modes import Criterion
-from slime_tis.errors import quoted
+from slime_tis.errors import quoted, quoted_path
 from slime_tis.health import corrects_staleness
 from slime_tis.options.command_line import CORRECTION_SWITCHES
 from slime_tis.options.fields import flag
+from slime_tis.peft_directory import read_adapter_config
 from slime_tis.policy.config import clip_is_inactive, needs_old_log_probs
 from slime_tis.trainer.cli.train_options import OPTIONS, Arguments
 from slime_tis.trainer.cli.true_on_policy import true_on_policy_warnings
+from slime_tis.trainer.configs.megatron import MegatronConfig
 
 
 def check_arguments(arguments: Arguments) -> None:
@@ -47,23 +49,40 @@ def _check_servers_of_adapters(arguments: Arguments) -> None:
     """Checks that the servers can load LoRA adapters.
 
     Raises:
-        ValueError: They get weights in another way, or are behind a router.
+        ValueError: They get weights in another way, are behind a router, or have no slots of the
+            adapter's rank.
     """
     engine = arguments.rollout.rollout_engine
     if engine == "local":
         return
+    merged = "send merged weights: --rollout-lora merged."
     servers = arguments.servers[engine]
     if servers.weight_sync != "disk":
         raise ValueError(
             f"--rollout-lora unmerged needs {servers.flag('weight_sync')} disk: servers read"
-            " adapters from a directory."
+            f" adapters from a directory. Add it, or {merged}"
         )
     if servers.router_url is not None:
         raise ValueError(
             f"--rollout-lora unmerged does not work with {servers.flag('router_ip')}: only the"
-            f" servers know their adapters. Name them with {servers.flag('url')}, or send merged"
-            " weights."
+            f" servers know their adapters. Name them with {servers.flag('url')}, or {merged}"
         )
+    rank = _adapter_rank(arguments.megatron)
+    most = servers.entry.max_adapter_rank
+    if most is not None and rank > most:
+        raise ValueError(
+            f"{servers.entry.title} takes LoRA adapters up to rank {most}, but they have rank"
+            f" {rank}; {merged}"
+        )
+
+
+def _adapter_rank(megatron: MegatronConfig) -> int:
+    """Returns the rank of the run's LoRA adapters; raises ValueError as `read_adapter_config`."""
+    if megatron.lora_rank is not None:
+        return megatron.lora_rank
+    path = megatron.lora_adapter_path
+    assert path is not None  # the option needs one of the two
+    return read_adapter_config(path, f"--lora-adapter-path is {quoted_path(path)}").rank
 
 
 def check_correction(arguments: Arguments) -> None:

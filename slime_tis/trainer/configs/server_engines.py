@@ -18,6 +18,8 @@ class ServerEngineEntry:
     """Options of `ServerConfig` that the engine does not have."""
     tensor_parallel: str
     """Server flag of the number of GPUs that share a layer, without hyphens."""
+    max_adapter_rank: int | None = None
+    """Largest rank of a LoRA adapter that the servers load; None if there is no limit."""
     own_flags: Mapping[str, str]
     """Server flags that the run sets itself, and what to do instead."""
 
@@ -47,6 +49,7 @@ SERVER_ENGINES = {
         defaults={"api_key_env": "VLLM_API_KEY", "weight_sync": "disk"},
         absent=("admin_api_key_env",),
         tensor_parallel="tensor-parallel-size",
+        max_adapter_rank=512,
         own_flags={
             "api-key": "put the key into the environment variable that --vllm-api-key-env names",
             "model": "servers get the --hf-checkpoint",
