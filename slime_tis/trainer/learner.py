@@ -55,6 +55,7 @@ from slime_tis.trainer.on_policy_gate import OnPolicyGate
 from slime_tis.trainer.routing_mismatch import mismatch_with_other_routing, named_mismatch
 from slime_tis.trainer.step_assignment import (
     assigned_together,
+    in_order_of_sampling,
     isolate_zero_advantage_groups,
     order_of_rollouts,
     workload,
@@ -110,22 +111,11 @@ class Learner:
     ) -> list[dict[str, float]]:
         """Makes all optimizer steps on one rollout, and returns their metrics."""
         rollouts = list(chain.from_iterable(map(by_rollout, groups)))
-        size = len(rollouts) // self.steps_per_rollout
         self._old_version = self.step
-        # All steps are prepared before the first one, so that all have the same π_old.
-        steps = []
-        order: list[int] = []
-        for start in range(0, len(rollouts), size):
-            in_step = rollouts[start : start + size]
-            together = assigned_together(self.engine, in_step)
-            step_order = order_of_rollouts(self.engine, in_step, together)
-            order += [start + number for number in step_order]
-            steps.append(self._prepare([in_step[number] for number in step_order], together))
+        steps, order = self._prepare_steps(rollouts)
         accepted = self._accepted_rollouts([rollouts[number] for number in order], steps)
         if accepted is not None:
-            # Back from the order in which ranks got the rollouts.
-            by_number = dict(zip(order, accepted, strict=True))
-            accepted = [by_number[number] for number in range(len(rollouts))]
+            accepted = in_order_of_sampling(accepted, order)
         advantages = advantages_of(groups, accepted, self.policy, user_advantages)
         local_advantages = self._local_advantages(advantages, rollouts, order, steps)
         steps = self._with_all_advantages(groups, steps, local_advantages)
@@ -138,6 +128,25 @@ class Learner:
             self.step += 1
             self.after_step()
         return rows
+
+    def _prepare_steps(self, rollouts: Sequence[Sequence[Sample]]) -> tuple[list[Step], list[int]]:
+        """Prepares this rank's share of all steps on the rollouts.
+
+        All steps are prepared before the first one is made, so that all have the same π_old.
+
+        Returns:
+            The steps, and the order in which the ranks got the rollouts.
+        """
+        size = len(rollouts) // self.steps_per_rollout
+        steps = []
+        order: list[int] = []
+        for start in range(0, len(rollouts), size):
+            in_step = rollouts[start : start + size]
+            together = assigned_together(self.engine, in_step)
+            step_order = order_of_rollouts(self.engine, in_step, together)
+            order += [start + number for number in step_order]
+            steps.append(self._prepare([in_step[number] for number in step_order], together))
+        return steps, order
 
     def _local_advantages(
         self,

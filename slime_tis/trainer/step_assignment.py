@@ -37,6 +37,17 @@ def order_of_rollouts(
     return order
 
 
+def in_order_of_sampling(values: Sequence[bool], order: Sequence[int]) -> list[bool]:
+    """Returns one value per rollout in the order of sampling.
+
+    Args:
+        values: One per rollout, in the order in which the ranks got the rollouts.
+        order: Numbers of the rollouts in that order.
+    """
+    by_number = dict(zip(order, values, strict=True))
+    return [by_number[number] for number in range(len(order))]
+
+
 def workload(engine: TrainingEngine, rollouts: Sequence[Sequence[Sample]]) -> float:
     """Returns the estimated operations of rollouts, in an arbitrary unit."""
     hf = engine.model.hf_config
