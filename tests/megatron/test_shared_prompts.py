@@ -122,6 +122,22 @@ def test_one_process(family, options, partition, parallel, tmp_path):
     )
 
 
+def test_copies_of_keys_are_not_kept_for_the_backward_pass(parallel, tmp_path):
+    model = make_checkpoint(tmp_path, "llama")
+    config = MegatronConfig(hf_checkpoint=str(model))
+    engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1)
+    dimensions = set()
+
+    def record(tensor):
+        dimensions.add(tensor.dim())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        engine.train_step(batch_of(parallel), WHOLE, weighted_loss)
+    # Packed tokens have at most three dimensions, padded batches of attention have four.
+    assert max(dimensions) == 3
+
+
 LAYOUTS = {
     "tensor": {"tensor_model_parallel_size": 2},
     "tensor and sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},

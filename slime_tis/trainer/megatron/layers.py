@@ -22,9 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from slime_tis.trainer.invariant import operations
-from slime_tis.trainer.megatron.packing import PackedSequences
+from slime_tis.trainer.megatron.packing import AttentionRows, PackedSequences
 
 R = TypeVar("R")
 
@@ -104,16 +105,28 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             # gathers along the first dimension, the tokens
             gathered = gather_from_sequence_parallel_region(local, group=self.context_group)
             key, value = gathered.split([key.shape[-1], value.shape[-1]], -1)
+        # A view would keep the queries and keys before rotation for the backward pass.
+        value = value.contiguous()
         outputs = []
         for rows in layout.rows:
-            output = self._attend(
-                rows.gather(query, rows.query_index),
-                rows.gather(key, rows.key_index),
-                rows.gather(value, rows.key_index),
-                rows.mask,
-            )
-            outputs.append(output)
+            attend = self._attend_rows
+            if rows.shares_keys:
+                # Each response has a copy of its prompt's keys and values. They are gathered and
+                # attended to again in the backward pass, instead of being kept for it.
+                attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+            outputs.append(attend(query, key, value, rows))
         return layout.packed(outputs).flatten(1)
+
+    def _attend_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: AttentionRows
+    ) -> Tensor:
+        """Returns the attention [rows, heads, Lq, d] of a padded batch of packed tokens."""
+        return self._attend(
+            rows.gather(query, rows.query_index),
+            rows.gather(key, rows.key_index),
+            rows.gather(value, rows.key_index),
+            rows.mask,
+        )
 
     def _rotated(self, x: Tensor, layout: PackedSequences) -> Tensor:
         """Applies the rotary embedding to queries or keys [tokens, heads, d]."""

@@ -44,6 +44,8 @@ class AttentionRows:
     """[rows·Lk] the same for keys, into the concatenated tokens of all context-parallel ranks."""
     mask: Tensor | None = None
     """[rows, 1, Lq, Lk] True if a query sees a key; None for plain causal attention."""
+    shares_keys: bool = False
+    """Whether several rows may have the same keys, those of a common prompt."""
 
     def gather(self, x: Tensor, index: Tensor | None) -> Tensor:
         """Packed [tokens, heads, d] → padded batch [rows, heads, length, d]."""
@@ -430,6 +432,7 @@ def _shared_rows(tree: PrefixTree, filler: int) -> tuple[tuple[AttentionRows, ..
                 query_index=queries.flatten(),
                 key_index=keys.flatten(),
                 mask=mask[:, None],
+                shares_keys=True,
             )
         )
         is_token = offset < length_R
