@@ -49,6 +49,9 @@ DEVIATIONS = 4.0
 """A share counts as outside the bounds if it is this many standard errors beyond one."""
 LARGEST_ERROR = 0.05
 """Largest standard error of a share that proves that the adapter is in force."""
+LARGEST_JUDGED_ERROR = 1 / DEVIATIONS
+"""With a larger standard error, a share cannot tell an adapter in force from an absent one, and is
+not judged."""
 LEAST_EFFECT = 3.0
 """Training in bf16 or fp16 must move the probe by this many times the noise of the engines. At 3,
 noise makes the share at most 6 % smaller: (T + v) / (T + 2v) with T + 2v ≥ 9 · 2v, for equal noise
@@ -95,11 +98,13 @@ class AdapterShare:
         if not math.isfinite(self.error) or survival < LEAST_SURVIVAL:
             return ""
         margin = DEVIATIONS * self.error
-        if self.share + margin < LEAST_SHARE * min(survival, 1.0):
+        # Noise of neighboring tokens is not independent, so a share within it can seem far from 1.
+        is_judged = self.error <= LARGEST_JUDGED_ERROR
+        if is_judged and self.share + margin < LEAST_SHARE * min(survival, 1.0):
             if abs(self.share) <= max(margin, 0.1):
                 return "does not apply the LoRA adapter"
             return "applies the LoRA adapter with too small a scale"
-        if self.share - margin > LARGEST_SHARE * max(survival, 1.0):
+        if is_judged and self.share - margin > LARGEST_SHARE * max(survival, 1.0):
             return "applies the LoRA adapter with too large a scale, or twice"
         missing = MISSING_EFFECT + max(1.0 - survival, 0.0)
         if noise is not None and self.gap > NOISE_GROWTH * noise + missing * self.effect:

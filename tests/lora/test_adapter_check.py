@@ -39,6 +39,7 @@ VERDICTS = {
     "noise": (0.6, 0.3, 1.0, None),
     "absent": (0.0, 1e-3, 1.0, "does not apply"),
     "absent, with noise": (0.2, 0.06, 1.0, "does not apply"),
+    "far too large within noise": (41.2, 9.0, 1.0, None),
     "half the scale": (0.5, 0.01, 1.0, "too small a scale"),
     "twice the scale": (2.0, 0.01, 1.0, "too large a scale"),
     "the other way": (-1.0, 0.01, 1.0, "too small a scale"),
