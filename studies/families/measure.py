@@ -20,6 +20,8 @@ ENGINES: tuple[EngineName, ...] = ("sglang", "vllm")
 METRIC = "train/train_rollout_logprob_abs_diff"
 ERROR = re.compile(r"\b\w*(?:Error|Exception)(?:: .+)?$", re.MULTILINE)
 """The line of a Python error in a log."""
+INVALID = re.compile(r"\bvalidation errors? for .+\n(?:\(.+?\))? +(.+?) \[type=")
+"""pydantic's error in a log of vLLM: only the line after it says what is invalid."""
 NO_CAUSES = (
     "Engine core initialization failed",
     "EngineDeadError",
@@ -109,7 +111,8 @@ def error_message(log: Path, stderr: str) -> str:
     """Returns the server's last error, or the message of train.py if the server had none."""
     errors = []
     if log.exists():
-        errors = ERROR.findall(log.read_text(errors="replace"))
+        text = log.read_text(errors="replace")
+        errors = INVALID.findall(text) or ERROR.findall(text)
     causes = []
     for error in errors:
         if not any(part in error for part in NO_CAUSES):

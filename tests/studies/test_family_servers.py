@@ -45,6 +45,17 @@ def test_advice_about_open_files_is_no_cause(tmp_path):
     assert error_message(log, "error: refused") == "refused"
 
 
+def test_the_message_of_an_invalid_option_says_what_is_invalid(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text(
+        "(APIServer pid=1) pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+        "(APIServer pid=1)   Assertion failed, Chunked prefill is required. [type=error]\n"
+    )
+    assert error_message(log, "error: the server ended") == (
+        "Assertion failed, Chunked prefill is required."
+    )
+
+
 def test_without_a_log_the_message_is_that_of_training():
     assert error_message(Path("missing"), "a warning\nerror: refused\n") == "refused"
 
