@@ -49,6 +49,40 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
 """Values of fields of adapter_config.json with plain LoRA; all other values are refused."""
+WITHOUT_EFFECT = frozenset(
+    [
+        # Read by `read_adapter_config`.
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "target_modules",
+        # Names of models, files and versions.
+        "auto_mapping",
+        "base_model_name_or_path",
+        "peft_version",
+        "revision",
+        "task_type",
+        # Of training with PEFT. VeLoRA only stores less for the gradients.
+        "inference_mode",
+        "lora_dropout",
+        "megatron_config",
+        "megatron_core",
+        "velora_config",
+        # Of initial values: A and B contain them, or NEUTRAL refuses init_lora_weights.
+        "corda_config",
+        "eva_config",
+        "loftq_config",
+        "lora_ga_config",
+        # Used only together with a field of NEUTRAL.
+        "ensure_weight_tying",
+        "layers_pattern",
+        "qalora_group_size",
+    ]
+)
+"""Fields of PEFT 0.21 that do not change what the matrices A and B compute."""
+UNSET: tuple[Any, ...] = (None, False, "", [], {})
+"""Values with which PEFT writes fields that are not used."""
 MAX_RANK = 4096
 """Largest accepted rank, as of --lora-rank."""
 MAX_ALPHA = 1e6
@@ -150,13 +184,21 @@ def _check_method(config: Mapping[str, Any], subject: str) -> None:
     """Checks that an adapter's settings are those of plain LoRA.
 
     Raises:
-        ValueError: A field of adapter_config.json has another value than with plain LoRA.
+        ValueError: A field of adapter_config.json has another value than with plain LoRA, or is
+            unknown and has a value.
     """
     for name, values in NEUTRAL.items():
         if name in config and config[name] not in values:
             raise ValueError(
                 f"{subject} but its {CONFIG} has {name} {quoted(config[name])}; only plain LoRA is"
                 " supported."
+            )
+    for name, value in config.items():
+        if name not in NEUTRAL and name not in WITHOUT_EFFECT and value not in UNSET:
+            raise ValueError(
+                f"{subject} but its {CONFIG} has {quoted(name)} {quoted(value)}, a field that this"
+                " version does not know; the adapter may compute something other than plain LoRA."
+                " If it is plain LoRA, remove the field from the file."
             )
 
 

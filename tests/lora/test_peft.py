@@ -111,6 +111,12 @@ def test_rank_stabilized_scales_are_understood(model, parallel, tmp_path):
     assert torch.equal(loaded.log_probs(make_samples(), PARTITION), expected)
 
 
+def test_fields_without_effect_are_accepted(model, parallel, tmp_path):
+    sharded_checkpoint.save_adapter(tmp_path / "adapter", build(model, parallel))
+    change_config(tmp_path / "adapter", lora_ga_config={"scale": "stable"}, use_future=False)
+    load(model, parallel, tmp_path / "adapter")
+
+
 def change_config(directory, **fields):
     path = directory / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -146,6 +152,10 @@ SPOILED = {
     "an initialization that changes the model": (
         lambda path: change_config(path, init_lora_weights="pissa_niter_4"),
         "has init_lora_weights 'pissa_niter_4'; only plain LoRA is supported",
+    ),
+    "an unknown method": (
+        lambda path: change_config(path, use_future=True),
+        "has 'use_future' True, a field that this version does not know",
     ),
     "rank": (lambda path: change_config(path, r=0), "has r 0, which must be an integer from 1"),
     "rank of other tensors": (lambda path: change_config(path, r=8), "which does not fit r 8"),
