@@ -73,6 +73,28 @@ def test_servers_keep_their_own_precision(base, amx):
     assert precisions(base + server) == ("bf16", "fp32")
 
 
+ROUNDED = (
+    f"{FLAG} --rollout-engine sglang --sglang-url http://127.0.0.1:1"
+    " --weight-update-rounding stochastic"
+)
+
+
+def test_stochastic_rounding_stays_for_processors_without_bf16(base, old_x86):
+    arguments = configured(base + ROUNDED)
+    assert arguments.megatron.precision == "fp32"
+    assert arguments.rollout.weight_update_rounding == "stochastic"
+
+
+def test_the_run_prints_that_weights_in_bf16_are_not_rounded(base, amx):
+    text = describe(configured(base + ROUNDED))
+    assert "; --weight-update-rounding stochastic is for float32 and unused" in text
+
+
+def test_stochastic_rounding_is_refused_with_bf16_alone(base, amx):
+    message = refusal(base + ROUNDED.replace(FLAG, " --bf16"))
+    assert message.startswith("--weight-update-rounding stochastic has no effect with --bf16")
+
+
 def test_command_line_overrides_yaml(base, amx):
     Path("run.yaml").write_text("bf16_if_fast: true\n")
     assert precisions(base + " --custom-config-path run.yaml --no-bf16") == ("fp32", "fp32")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from slime_tis.options.values import Given, Source
+from slime_tis.trainer.cli.option_checks import is_rounding_unused
 from slime_tis.trainer.cli.train_options import Arguments
 
 BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}
@@ -58,7 +59,11 @@ def detection_note(arguments: Arguments) -> str | None:
         return None
     unit = bf16_unit()
     if megatron.bf16 and unit is not None:
-        return f"precision: bf16, because {unit} (--no-bf16 trains in float32)"
+        note = f"precision: bf16, because {unit} (--no-bf16 trains in float32)"
+        if is_rounding_unused(arguments):
+            rounding = arguments.rollout.weight_update_rounding
+            note += f"; --weight-update-rounding {rounding} is for float32 and unused"
+        return note
     if not megatron.bf16 and unit is None:
         return "precision: float32, because nothing here is faster in bf16 (--bf16 trains in bf16)"
     # The user chose the other precision.

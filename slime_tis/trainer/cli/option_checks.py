@@ -32,17 +32,23 @@ def check_arguments(arguments: Arguments) -> None:
         )
     if arguments.megatron.rollout_lora == "unmerged":
         _check_servers_of_adapters(arguments)
-    rounding = arguments.rollout.weight_update_rounding
-    precision = arguments.megatron.precision
-    is_quantized = arguments.rollout.rollout_precision in ("fp8", "int8", "int4")
-    # Nothing is rounded if the rollout engine has the type of the training weights. Merged LoRA
-    # adapters are float32.
-    is_sent_in_float32 = precision == "fp32" or arguments.megatron.trains_adapters
-    if rounding != "nearest" and not is_sent_in_float32 and not is_quantized:
+    # With --bf16-if-fast, the rounding is for processors on which training is in float32.
+    if is_rounding_unused(arguments) and not arguments.megatron.bf16_if_fast:
         raise ValueError(
-            f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights'"
-            " own type."
+            f"--weight-update-rounding {arguments.rollout.weight_update_rounding} has no effect"
+            f" with --{arguments.megatron.precision}, the weights' own type."
         )
+
+
+def is_rounding_unused(arguments: Arguments) -> bool:
+    """Whether --weight-update-rounding is set and the engine has the type of training's weights."""
+    is_quantized = arguments.rollout.rollout_precision in ("fp8", "int8", "int4")
+    # Merged LoRA adapters are float32.
+    is_sent_in_float32 = (
+        arguments.megatron.precision == "fp32" or arguments.megatron.trains_adapters
+    )
+    is_set = arguments.rollout.weight_update_rounding != "nearest"
+    return is_set and not is_sent_in_float32 and not is_quantized
 
 
 def _check_servers_of_adapters(arguments: Arguments) -> None:
