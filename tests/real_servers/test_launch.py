@@ -1,6 +1,7 @@
 """Servers that the engine starts."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ SECURED = {
     "vllm": (("GET", "/v1/models"), ("POST", "/inference/v1/generate")),
 }
 """Endpoints that demand the key."""
+ENDING = 10.0
+"""Longest wait for the end of killed processes, in seconds: the kernel needs some time for it."""
 N_SAMPLES = 2
 LONG = Sampling(max_response_len=300, n_samples=N_SAMPLES)
 
@@ -53,7 +56,20 @@ def children() -> set[psutil.Process]:
 
 
 def is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def still_running(processes: set[psutil.Process]) -> list[psutil.Process]:
+    """The processes that do not end within `ENDING` seconds."""
+    deadline = time.monotonic() + ENDING
+    running = [process for process in processes if is_running(process)]
+    while running and time.monotonic() < deadline:
+        time.sleep(0.1)
+        running = [process for process in running if is_running(process)]
+    return running
 
 
 def sampler_among(processes: set[psutil.Process]) -> psutil.Process:
@@ -149,7 +165,7 @@ def launch(
                 "engine": repr(vars(engine)),
             }
     launch.texts["streams"] = (directory / "streams").read_text()
-    launch.remaining = [process for process in processes if is_running(process)]
+    launch.remaining = still_running(processes)
     return launch
 
 
