@@ -46,6 +46,8 @@ README_ROWS = {
 }
 """The subjects and contenders that README.md quotes, ours first. The quoted run includes the last
 contender, a peer."""
+QUOTED_THREADS = "1"
+"""Threads of the runs that README.md quotes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +172,17 @@ def measurements() -> list[Measurement]:
 
 
 def quoted(rows: list[Measurement]) -> list[Measurement]:
-    """The rows of README.md: the newest run of each subject with its peer, per processor maker."""
+    """The rows of README.md: the newest run of each subject with its peer, per processor maker.
+
+    Only runs with `QUOTED_THREADS` count.
+    """
     chosen = []
     for subject, contenders in README_ROWS.items():
         newest: dict[str, Measurement] = {}
         for row in rows:
             if row.subject != subject or row.contender != contenders[-1]:
+                continue
+            if row.threads != QUOTED_THREADS:
                 continue
             maker = row.processor.split()[0]
             # Of two runs of one day, the later one in the file counts.

@@ -74,6 +74,11 @@ def test_of_two_runs_of_a_day_the_last_one_is_quoted() -> None:
     assert summary.quoted([ROW, later]) == [later]
 
 
+def test_readme_quotes_runs_with_one_thread() -> None:
+    two_threads = replace(ROW, threads="2", date="2026-11-28")
+    assert summary.quoted([ROW, two_threads]) == [ROW]
+
+
 def test_run_without_its_peer_is_not_quoted() -> None:
     with_peer = [replace(OURS, date="2026-11-23"), replace(ROW, date="2026-11-23")]
     assert summary.quoted([*with_peer, OURS]) == with_peer
