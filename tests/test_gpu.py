@@ -204,36 +204,55 @@ def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monke
     assert "× 0.50" in capsys.readouterr().out.splitlines()[2]
 
 
-@pytest.mark.parametrize("name", ["sort_digits", "smollm2"])
-def test_our_command_lines_are_accepted(benchmark, tmp_path, monkeypatch, name):
+@pytest.fixture
+def contenders(benchmark, tmp_path, monkeypatch, request):
+    """Our contenders of the task that the test names: the arguments of train.py, by name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "config.json").write_text(
-        json.dumps({"architectures": ["Qwen3ForCausalLM"]})
-    )
+    config = json.dumps({"architectures": ["Qwen3ForCausalLM"]})
+    (tmp_path / "checkpoint" / "config.json").write_text(config)
     (tmp_path / "train.jsonl").write_text('{"prompt": "21>", "label": "12"}\n')
-    task = benchmark.TASKS[name]
-    reward = (
-        tmp_path / "benchmarks" / "peers"
-    )  # relative to the repository, where contenders timed_run
-    reward.mkdir(parents=True)
-    (reward / "task.py").write_text((ROOT / "benchmarks" / "peers" / "task.py").read_text())
-    line = [
-        *benchmark.our_flags(task),
-        "--hf-checkpoint",
-        "checkpoint",
-        "--prompt-data",
-        "train.jsonl",
-    ]
-    decoupled, bypass = (
-        configure([*line, *flags.split(), "--num-rollout", "40", "--num-threads", "2"], {})
-        for flags in benchmark.OURS.values()
-    )
-    assert (
-        decoupled.loop.global_batch_size
-        == bypass.loop.global_batch_size
-        == task.prompts * task.group
-    )
-    assert decoupled.megatron.micro_batch_size == task.micro_batch
-    assert decoupled.correction.use_tis and decoupled.correction.rs_veto_threshold == 1e-4
-    assert bypass.correction.use_rollout_logprobs and not bypass.correction.corrects
+    # The task names its reward relative to the repository.
+    peers = tmp_path / "benchmarks" / "peers"
+    peers.mkdir(parents=True)
+    (peers / "task.py").write_text((ROOT / "benchmarks" / "peers" / "task.py").read_text())
+    flags = "--hf-checkpoint checkpoint --prompt-data train.jsonl --num-rollout 40 --num-threads 2"
+    line = [*benchmark.our_flags(benchmark.TASKS[request.param]), *flags.split()]
+    return {
+        name: configure([*line, *correction.split()], {})
+        for name, correction in benchmark.OURS.items()
+    }
+
+
+BOTH_TASKS = pytest.mark.parametrize("contenders", ["sort_digits", "smollm2"], indirect=True)
+
+
+@BOTH_TASKS
+def test_our_contenders_have_the_sizes_of_the_task(benchmark, contenders, request):
+    task = benchmark.TASKS[request.node.callspec.params["contenders"]]
+    for arguments in contenders.values():
+        assert arguments.loop.global_batch_size == task.prompts * task.group
+        assert arguments.megatron.micro_batch_size == task.micro_batch
+
+
+@BOTH_TASKS
+def test_the_decoupled_contender_corrects(contenders):
+    correction = contenders["slime_tis, decoupled TIS + RS + veto"].correction
+    assert correction.use_tis
+    assert correction.rs_veto_threshold == 1e-4
+
+
+@BOTH_TASKS
+def test_the_bf16_contender_differs_only_in_precision(contenders):
+    bf16 = contenders["slime_tis, the same in bf16"]
+    fp32 = contenders["slime_tis, decoupled TIS + RS + veto"]
+    assert (bf16.megatron.precision, bf16.rollout.rollout_precision) == ("bf16", "bf16")
+    assert (fp32.megatron.precision, fp32.rollout.rollout_precision) == ("fp32", "fp32")
+    assert bf16.correction == fp32.correction
+
+
+@BOTH_TASKS
+def test_the_bypass_contender_corrects_nothing(contenders):
+    correction = contenders["slime_tis, --use-rollout-logprobs"].correction
+    assert correction.use_rollout_logprobs
+    assert not correction.corrects
