@@ -92,6 +92,11 @@ class FakeSGLang:
     """One server. Fields may be set from the test at any time."""
 
     address = "127.0.0.1"
+    key: str | None = None
+    pace = 0.0
+    """Seconds that each token takes."""
+    deaf = False
+    """Whether aborts are heard and not followed."""
 
     def __init__(self, loop):
         self.weight_version = "default"
@@ -99,8 +104,6 @@ class FakeSGLang:
         self.healthy = True
         self.stop_after = None
         """Tokens after which every request waits until this is None or more."""
-        self.pace = 0.0
-        """Seconds that each token takes."""
         self.faults = deque()
         """What becomes of the next requests: a status, drop, hang, or a function that spoils the
         answer."""
@@ -108,6 +111,10 @@ class FakeSGLang:
         """Status and body of the next answers of an endpoint."""
         self.hanging = set()
         """Endpoints whose requests wait, and are dropped when the endpoint is removed."""
+        self.dies_at = {}
+        """Endpoints at whose next request the server dies: "before" or "after" it takes effect."""
+        self.freezes_at = set()
+        """Endpoints at whose next request the server stops, as with SIGSTOP; see `thaw`."""
         self.lost_answers = set()
         """Endpoints whose requests take effect, but whose connections break before the answer."""
         self.requests = []
@@ -115,7 +122,6 @@ class FakeSGLang:
         """Endpoints and bodies of the other POST requests."""
         self.gets = []
         self.headers = []
-        self.key = None
         self.workers = []
         self.most_at_once = self.at_once = 0
         self.aborted = set()
@@ -124,8 +130,6 @@ class FakeSGLang:
         """Tokens of the requests that wait at `stop_after`, by id."""
         self.info = {"enable_return_routed_experts": True, "sampling_mask_max_tokens": 4096}
         """Fields of /server_info that differ from the recorded one."""
-        self.deaf = False
-        """Whether aborts are heard and not followed."""
         self.paused = self.session = False
         self.tensors = []
         """The weights of each tensor-parallel rank."""
@@ -139,6 +143,7 @@ class FakeSGLang:
         self._server = None
         self._open = set()
         self._dead = False
+        self._thawed = asyncio.Event()
         self._handlers = set()
         self.port = 0
         self._do(self._listen())
@@ -151,10 +156,14 @@ class FakeSGLang:
         """As with SIGKILL: connections break, nobody listens."""
         self._do(self._die())
 
+    def thaw(self):
+        """As with SIGCONT: the requests that arrived meanwhile take effect, in their order."""
+        self._loop.call_soon_threadsafe(self._thawed.set)
+
     def come_back(self, weight_version="default"):
         """A new process at the same address."""
         self.weight_version, self.version = weight_version, 0
-        self.paused, self.healthy = False, True
+        self.paused, self.healthy, self.session = False, True, False
         self.adapters = {}
         self._do(self._listen())
 
@@ -174,6 +183,7 @@ class FakeSGLang:
 
     async def _listen(self):
         self._dead = False
+        self._thawed.set()
         self._server = await asyncio.start_server(self._connected, self.address, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -235,6 +245,20 @@ class FakeSGLang:
         return True
 
     async def _answer(self, method, path, body, headers):
+        if path in self.freezes_at:
+            self.freezes_at.remove(path)
+            self._thawed.clear()
+        await self._thawed.wait()
+        moment = self.dies_at.pop(path, None)
+        answer = None
+        if moment != "before":
+            answer = await self._answer_or_fail(method, path, body, headers)
+        if moment is not None:
+            await self._die()
+            return None
+        return answer
+
+    async def _answer_or_fail(self, method, path, body, headers):
         if path == "/generate":
             return await self._generate_or_fail(body)
         if method == "POST":
@@ -424,6 +448,7 @@ class FakeSGLang:
         while len(response) < limit:
             waiting = True
             while waiting:
+                await self._thawed.wait()
                 await asyncio.sleep(
                     self.pace or (0.0005 if self.paused or self.stop_after is not None else 0)
                 )

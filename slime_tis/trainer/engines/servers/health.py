@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.servers.answers import is_named_by_run, version_number
+from slime_tis.trainer.engines.servers.answers import is_named_by_run
 from slime_tis.trainer.engines.servers.api import ServerInfo
 from slime_tis.trainer.engines.servers.client import Server
 from slime_tis.trainer.engines.servers.errors import (
@@ -112,6 +112,8 @@ class HealthMonitor:
         """Message for RolloutUnavailable, while no server is left or expected back."""
         self.deaths = 0
         self.returns = 0
+        self._has_sent = False
+        """Whether servers were sent weights, under the name of their version."""
         self._misses_experts = False
         self._is_watching = False
         self.not_updating = asyncio.Event()
@@ -217,6 +219,7 @@ class HealthMonitor:
 
     def expect(self, version: int) -> None:
         """Allows answers from these weights from now on."""
+        self._has_sent = True
         self.newest_version = max(self.newest_version, version)
 
     def mark_current(self, server: Server, version: int) -> None:
@@ -369,19 +372,29 @@ class HealthMonitor:
         # server.
         if not self.not_updating.is_set() or state.state != "down":
             return
-        # At first contact that was an earlier run.
-        from_earlier_run = not state.seen and is_named_by_run(version_name)
         # Adapters do not change the version's name, and a restarted server has lost its adapter.
         may_lack_adapter = self._is_watching and server.api.model.adapter is not None
+        # At first contact, a name by number is that of an earlier run.
+        from_earlier_run = not state.seen and is_named_by_run(version_name)
         version_known = (
             state.version_known and not from_earlier_run and not is_paused and not may_lack_adapter
         )
         state.seen = True
-        if is_router or (version_known and version_number(version_name) == self.version):
+        if is_router or (version_known and self._is_current(version_name)):
             state.version = self.version
             self._revive(state)
         else:
             self._await_weights(state)
+
+    def _is_current(self, name: str | None) -> bool:
+        """Whether weights of this name are the current ones.
+
+        A restarted server has the weights that it loaded itself. After an update they are old even
+        if the update was version 0: they may be random or lack a merged adapter.
+        """
+        if not self._has_sent:
+            return not is_named_by_run(name)
+        return name == str(self.version)
 
     def _has_problem(self, state: ServerState) -> bool:
         """Whether a server that came back must not be used, for example with other log-probs."""
@@ -406,7 +419,7 @@ class HealthMonitor:
             # An update during the request may have given the server other weights.
             if state.version != version or not self.not_updating.is_set():
                 continue
-            if version_number(name) != version and state.state == "live":
+            if not self._is_current(name) and state.state == "live":
                 reason = state.server.quoted(f"it has weights {name!r}, not the ones it was given.")
                 self._mark_without_weights(state, reason)
 
