@@ -15,6 +15,7 @@ cause a gap at every update.
 
 import math
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.peft_directory import AdapterConfig
+from slime_tis.progress import print_line
 from slime_tis.trainer.adapter_check import AdapterCheck, summary, trial
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.configs.rollout import RolloutConfig
@@ -343,6 +345,12 @@ def check_weight_sync(
     check.trained_L = trained_L
     check.received_L = received_L
     if not comparisons:
+        if engine.parallel.is_main:
+            print_line(
+                f"warning: the update to step {sampler.weight_version} was not checked: no server"
+                " answered the probe of --check-weight-sync.",
+                sys.stderr,
+            )
         return {}
     worst = asdict(max(comparisons, key=lambda comparison: comparison.gap))
     return {METRICS[name]: value for name, value in worst.items() if not math.isnan(value)}

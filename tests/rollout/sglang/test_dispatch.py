@@ -91,6 +91,14 @@ def test_the_start_waits_for_a_slow_server(checkpoint):
         run.engine.close()
 
 
+def test_the_start_names_servers_that_it_waits_for(checkpoint, caplog):
+    with fake_servers(2) as (first, second):
+        first.healthy = False
+        when(lambda: first.count("/health") > 1, lambda: setattr(first, "healthy", True))
+        Run([first, second], checkpoint, sglang_startup_timeout=20.0).engine.close()
+    assert f"{first.url} does not answer yet: " in caplog.text
+
+
 def test_the_start_does_not_need_every_server(checkpoint):
     with fake_servers(2) as (first, second):
         first.healthy = False

@@ -122,12 +122,15 @@ class HealthMonitor:
         self._updates = 0
         self._tasks = BackgroundTasks()
 
-    async def start(self, timeout: float) -> None:
-        """Waits for all servers, or after `timeout` seconds for one, and starts watching them."""
+    async def start(self, timeout: float, *, names_absent: bool) -> None:
+        """Waits for all servers, or after `timeout` seconds for one, and starts watching them.
+
+        With `names_absent`, warns at once about servers that do not answer.
+        """
         states = list(self.states.values())
         if self.router is not None:
             states.append(self.router)
-        searches = [asyncio.create_task(self._find(state)) for state in states]
+        searches = [asyncio.create_task(self._find(state, names_absent)) for state in states]
         try:
             # A refusal ends the start at once: it does not go away by waiting.
             done, _ = await asyncio.wait(
@@ -336,8 +339,11 @@ class HealthMonitor:
                 state, f"it failed {MAX_FAILED_HEALTH_CHECKS} health checks in a row: {error}"
             )
 
-    async def _find(self, state: ServerState) -> None:
+    async def _find(self, state: ServerState, names_absent: bool) -> None:
         await self._look_for(state)
+        if names_absent and state.state == "down":
+            # A wrong address would be silent until the startup timeout.
+            self._warn("does not answer yet: %s", state, state.reason)
         while state.state == "down":
             await asyncio.sleep(self.timeouts.health_interval)
             await self._look_for(state)
@@ -372,29 +378,36 @@ class HealthMonitor:
         # server.
         if not self.not_updating.is_set() or state.state != "down":
             return
-        # Adapters do not change the version's name, and a restarted server has lost its adapter.
-        may_lack_adapter = self._is_watching and server.api.model.adapter is not None
-        # At first contact, a name by number is that of an earlier run.
-        from_earlier_run = not state.seen and is_named_by_run(version_name)
-        version_known = (
-            state.version_known and not from_earlier_run and not is_paused and not may_lack_adapter
+        has_weights = is_router or (
+            not is_paused and self._has_current_weights(state, version_name)
         )
         state.seen = True
-        if is_router or (version_known and self._is_current(version_name)):
+        if has_weights:
             state.version = self.version
             self._revive(state)
         else:
             self._await_weights(state)
 
-    def _is_current(self, name: str | None) -> bool:
-        """Whether weights of this name are the current ones.
+    def _has_current_weights(self, state: ServerState, name: str | None) -> bool:
+        """Whether a server that was down has the current weights, by their name."""
+        # Adapters do not change the name, and a restarted server has lost its adapter.
+        if self._is_watching and state.server.api.model.adapter is not None:
+            return False
+        # At first contact, a number is the name that an earlier run gave.
+        if not state.seen and is_named_by_run(name):
+            return False
+        return state.version_known and self._is_named(name, self.version)
 
-        A restarted server has the weights that it loaded itself. After an update they are old even
-        if the update was version 0: they may be random or lack a merged adapter.
+    def _is_named(self, name: str | None, version: int) -> bool:
+        """Whether a server's name of its weights is that of a version.
+
+        The weights that a server loads when it starts count as version 0 only before the first
+        update. That update is version 0, too, but the server's weights may be random or lack a
+        merged adapter.
         """
         if not self._has_sent:
             return not is_named_by_run(name)
-        return name == str(self.version)
+        return name == str(version)
 
     def _has_problem(self, state: ServerState) -> bool:
         """Whether a server that came back must not be used, for example with other log-probs."""
@@ -419,7 +432,7 @@ class HealthMonitor:
             # An update during the request may have given the server other weights.
             if state.version != version or not self.not_updating.is_set():
                 continue
-            if not self._is_current(name) and state.state == "live":
+            if not self._is_named(name, version) and state.state == "live":
                 reason = state.server.quoted(f"it has weights {name!r}, not the ones it was given.")
                 self._mark_without_weights(state, reason)
 

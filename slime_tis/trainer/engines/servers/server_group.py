@@ -124,7 +124,9 @@ class ServerGroup:
             stack.push_async_callback(self.health.close)
             self.dispatcher = Dispatcher(self.health, config)
             stack.push_async_callback(self._end_tasks)
-            await self.health.start(config.startup_timeout)
+            # Launched servers are known to need some time.
+            names_absent = self._launched is None
+            await self.health.start(config.startup_timeout, names_absent=names_absent)
             if self._launched is not None:
                 self._tasks.start(self._restart(self._launched))
             self._stack = stack.pop_all()
