@@ -1,6 +1,7 @@
 """Causes planted into the log-probs of a small softmax model, and the diagnosis of each."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
-from slime_tis.analysis.diagnosis.diagnose import _ranked, as_text
+from slime_tis.analysis.diagnosis.diagnose import _ranked
+from slime_tis.analysis.diagnosis.diagnosis_text import as_text
 from slime_tis.analysis.diagnosis.engine_rules import reported_grid
 from slime_tis.analysis.diagnosis.shift_rules import best_lags
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
@@ -665,6 +667,29 @@ def test_few_equal_tokens_do_not_show_health(tokens: int, cause: str) -> None:
 def test_metrics_decide_next_to_few_tokens() -> None:
     rows = [{"step": step, "train/mismatch_k3_kl": 1e-8} for step in range(9)]
     assert diagnose(equal_engines(1), rows).cause == "healthy"
+
+
+@pytest.mark.parametrize("tokens", [1, 30], ids=["too few", "enough"])
+def test_metrics_with_a_mismatch_refute_equal_tokens(tokens: int) -> None:
+    rows = [{"step": step, "train/mismatch_k3_kl": 0.5} for step in range(9)]
+    assert diagnose(equal_engines(tokens), rows).cause == "unexplained"
+
+
+def test_metrics_that_are_nan_refute_equal_tokens() -> None:
+    rows = [{"step": step, "train/mismatch_k3_kl": math.nan} for step in range(9)]
+    assert diagnose(equal_engines(30), rows).cause == "broken_metrics"
+
+
+def test_too_few_tokens_are_named_next_to_other_metrics() -> None:
+    rows = [{"step": step, "train/loss": 0.1} for step in range(9)]
+    (finding,) = diagnose(equal_engines(1), rows).findings
+    assert finding.cause == "not_measured"
+    assert "at least 30 tokens" in finding.evidence[0]
+
+
+def test_equal_log_probs_may_be_a_copied_column() -> None:
+    (finding,) = diagnose(equal_engines(30)).findings
+    assert "one engine's log-probs twice" in finding.evidence[0]
 
 
 def test_a_masked_dump_is_not_called_a_log() -> None:

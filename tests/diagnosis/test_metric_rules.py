@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime_tis.analysis.diagnosis import diagnose
-from slime_tis.analysis.diagnosis.diagnose import as_text
+from slime_tis.analysis.diagnosis.diagnosis_text import as_text
 from slime_tis.analysis.diagnosis.metric_rules import SERIES, invalid_values, series_of
 
 ABS = "train/train_rollout_logprob_abs_diff"

@@ -1,7 +1,6 @@
 """The causes of a mismatch, ranked from a table of tokens and the metrics of a run."""
 
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,7 +27,6 @@ from slime_tis.analysis.diagnosis.trained_tokens import (
 )
 from slime_tis.analysis.diagnosis.weight_rules import sampled_distribution
 from slime_tis.analysis.dumps.table import TokenTable, are_log_probs
-from slime_tis.errors import one_line
 from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, evaluate
 
 MIN_NAMED_SHARE = 0.8
@@ -46,18 +44,17 @@ PROOF = (
     " To prove it, run `slime-tis diagnose --hf-checkpoint DIR` on the dump: it scores samples"
     " again."
 )
-TERMINAL_WIDTH = 100
-"""Columns of the text."""
 MIN_SHARE = 0.05
 """A finding that explains less of the mismatch is no cause, unless it is CERTAIN, such as a NaN. A
 share of 0 marks findings that explain no Δ, such as a metric's."""
-OVERLAP = (
-    "The shares add up to more than 100%, because several of these causes cover the same tokens."
-)
 ENOUGH = 1.0
 """Share of the mismatch that several named causes cover, above which candidates are not shown."""
 MIN_SCORE = 0.05
 """Findings with a lower score are dropped."""
+ALL_EQUAL = (
+    "all log-probs are equal, as with --true-on-policy; a dump that has one engine's log-probs"
+    " twice looks the same"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +130,8 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     if not tokens.finite.any():
         return _without_log_probs(table, tokens, metrics)
     findings, is_certain = findings_of(tokens)
-    causes = {finding.cause for finding in findings}
-    for finding in evaluate(RUN_RULES, run_statistics(metrics)).values():
-        if finding is not None and finding.cause not in causes:
-            findings.append(replace(finding, share=0.0))
     mean = float(np.abs(tokens.log_ratio[tokens.finite]).mean())
+    findings += _from_metrics(metrics, findings, mean)
     ranked = _ranked(findings, _without_finding(mean, int(tokens.finite.sum()), metrics))
     if ranked[0].cause == "unexplained":
         distribution = sampled_distribution(tokens)
@@ -161,6 +155,30 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     return replace(result, rest=rest)
 
 
+def _from_metrics(
+    metrics: Sequence[Mapping[str, Any]], findings: Sequence[Finding], mean: float
+) -> list[Finding]:
+    """Returns the findings of a run's metrics that its tokens do not show.
+
+    Args:
+        metrics: Rows of the run's metrics.
+        findings: Of the tokens.
+        mean: Mean abs(Δ) of the tokens, nats.
+    """
+    of_metrics: Iterable[Finding | None]
+    if findings or mean >= NEGLIGIBLE_DIFFERENCE:
+        of_metrics = evaluate(RUN_RULES, run_statistics(metrics)).values()
+    else:
+        # The mismatch may be in steps that the dump does not have.
+        of_metrics = metric_findings(metrics)
+    causes = {finding.cause for finding in findings}
+    added = []
+    for finding in of_metrics:
+        if finding is not None and finding.cause not in causes:
+            added.append(replace(finding, share=0.0))
+    return added
+
+
 def _without_finding(mean: float, tokens: int, metrics: Sequence[Mapping[str, Any]]) -> Finding:
     """Returns the answer if no rule finds anything.
 
@@ -176,11 +194,14 @@ def _without_finding(mean: float, tokens: int, metrics: Sequence[Mapping[str, An
     if mean >= NEGLIGIBLE_DIFFERENCE:
         return Finding("unexplained", (f"{fact}, without a known cause",), 0.9)
     if tokens >= MIN_TOKENS:
+        if mean == 0:
+            fact += f"; {ALL_EQUAL}"
         return Finding("healthy", (fact,), 0.9)
-    if metrics:
-        return health(metrics)
     too_few = f"{fact}; at least {MIN_TOKENS} tokens must show that the engines agree"
-    return Finding("not_measured", (too_few,), confidence=0.0, share=0.0)
+    if not metrics:
+        return Finding("not_measured", (too_few,), confidence=0.0, share=0.0)
+    of_metrics = health(metrics)
+    return replace(of_metrics, evidence=(too_few, *of_metrics.evidence))
 
 
 def _to_score_again(table: TokenTable, tokens: Tokens, is_certain: Mask, server: str) -> TokenTable:
@@ -435,58 +456,3 @@ def _described(finding: Finding) -> Finding:
     if is_cause and finding.confidence < MIN_CERTAIN_CONFIDENCE:
         fix += PROOF
     return replace(finding, title=title, fix=fix)
-
-
-def certainty(finding: Finding, *, has_tokens: bool) -> str:
-    """Returns confidence and share in words; empty for `not_measured`, which has none."""
-    if finding.cause == "not_measured":
-        return ""
-    confidence = f"confidence {finding.confidence:.0%}"
-    if finding.confidence < MIN_NAMED_CONFIDENCE and finding.cause != "unexplained":
-        confidence = f"only a candidate: {confidence}"
-    if not has_tokens or finding.cause == "healthy":
-        return confidence
-    if finding.share == 0:
-        return f"{confidence}, from the run's metrics"
-    return f"{confidence}; its pattern covers {min(finding.share, 1.0):.0%} of the mismatch"
-
-
-def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:
-    """Returns each finding with cause, confidence, evidence and fix, then the note."""
-    size = "only metrics"
-    if diagnosis.tokens:
-        size = f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples"
-    elif diagnosis.samples:
-        size = f"{diagnosis.samples:,} samples without a trained token"
-    lines = [f"{one_line(name, 200)}: {size}"]
-    for number, finding in enumerate(diagnosis.findings, start=1):
-        lines += ["", f"{number}. {finding.title}"]
-        confidence = certainty(finding, has_tokens=diagnosis.tokens > 0)
-        if confidence:
-            lines.append(f"   {confidence}")
-        for fact in finding.evidence:
-            lines += _wrapped(f"- {fact}", indent="   ")
-        lines += _wrapped(f"→ {finding.fix}", indent="   ")
-    if diagnosis.concentration:
-        lines += ["", *_wrapped(f"Which samples? {diagnosis.concentration}.")]
-    if diagnosis.overlaps:
-        lines += ["", *_wrapped(OVERLAP)]
-    if note:
-        lines += ["", *_wrapped(note)]
-    return "\n".join(lines)
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    """Returns the lines of a paragraph; those after the first line of an item hang."""
-    later = indent
-    if indent:
-        later += "  "
-    # Flags and paths stay in one piece, so that they can be copied.
-    return textwrap.wrap(
-        text,
-        TERMINAL_WIDTH,
-        initial_indent=indent,
-        subsequent_indent=later,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -3,7 +3,8 @@
 rows → series of finite values → named statistics → findings
 
 `RUN_RULES` apply with and without tokens. Limits and growth of the `MISMATCH_METRICS` judge a run
-without tokens. Such a run is healthy only if one of these metrics is finite in enough steps.
+without tokens, and one whose tokens show no mismatch. A run without tokens is healthy only if one
+of these metrics is finite in enough steps.
 """
 
 import math

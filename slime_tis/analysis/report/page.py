@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from slime_tis.analysis.diagnosis.diagnose import OVERLAP, Diagnosis, certainty, diagnose
+from slime_tis.analysis.diagnosis.diagnose import Diagnosis, diagnose
+from slime_tis.analysis.diagnosis.diagnosis_text import OVERLAP, certainty
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, by_cosine, what_if
 from slime_tis.analysis.report import mismatch_plots, overview, page_samples

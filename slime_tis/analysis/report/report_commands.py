@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from slime_tis.analysis.diagnosis.checkpoint_proof import prove
-from slime_tis.analysis.diagnosis.diagnose import Diagnosis, as_text, diagnose, with_proof
+from slime_tis.analysis.diagnosis.diagnose import Diagnosis, diagnose, with_proof
+from slime_tis.analysis.diagnosis.diagnosis_text import as_text
 from slime_tis.analysis.diagnosis.metric_rules import ABS, K3, invalid_values, series_of
 from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.analysis.diagnosis.rescore import Rescored, check_device
