@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if owns_process:
         _raise_on_signals()
     try:
-        status = _run(chosen)
+        status = _run(chosen, owns_process=owns_process)
         # A full disk is an error of this command, not of the interpreter's exit.
         sys.stdout.flush()
     except ModuleNotFoundError as error:
@@ -141,12 +141,17 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
     return chosen
 
 
-def _run(chosen: argparse.Namespace) -> int:
-    """Runs a command other than `train`; returns its exit status."""
+def _run(chosen: argparse.Namespace, *, owns_process: bool) -> int:
+    """Runs a command other than `train`; returns its exit status.
+
+    Args:
+        chosen: The parsed command line.
+        owns_process: Whether the process ends with the command.
+    """
     if chosen.command == "demo":
         from slime_tis.demo.demo_commands import demo
 
-        return demo(chosen.out)
+        return demo(chosen.out, owns_process=owns_process)
     # These commands print and choose their exit status; the others below only return a text.
     with_status = {"port": _port, "diagnose": _diagnose, "parity": _parity}
     if chosen.command in with_status:

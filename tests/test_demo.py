@@ -1,5 +1,6 @@
 """The demos refuse a directory that cannot be made, before they train."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,10 @@ def test_existing_directory_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(demo_commands, "prepare", too_late)
     with pytest.raises(ValueError, match="exists already"):
         demo_commands.demo(str(tmp_path))
+
+
+def test_the_demo_does_not_freeze_the_objects_of_its_caller(tmp_path: Path) -> None:
+    before = gc.get_freeze_count()
+    with pytest.raises(ValueError, match="exists already"):
+        demo_commands.demo(str(tmp_path))
+    assert gc.get_freeze_count() == before

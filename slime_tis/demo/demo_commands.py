@@ -58,8 +58,12 @@ PENALTY = 1.1
 """Repetition penalty of the rollout engine, which divides the logits of repeated tokens."""
 
 
-def demo(out: str) -> int:
+def demo(out: str, *, owns_process: bool = False) -> int:
     """Trains the tiny model in a new directory, writes the report and prints the diagnosis.
+
+    Args:
+        out: The directory.
+        owns_process: Whether the process ends with the demo.
 
     Returns:
         The exit status of the training.
@@ -72,8 +76,9 @@ def demo(out: str) -> int:
     from slime_tis.trainer.training_command import main as train
     from slime_tis.trainer.training_command import prepare_terminal
 
-    # As in `slime_tis.main.train`: no collection visits the objects of imported modules.
-    gc.freeze()
+    if owns_process:
+        # As in `slime_tis.main.train`: no collection visits the objects of imported modules.
+        gc.freeze()
     directory = _new_directory(out, "--out DIR")
     data = directory / "data"
     run = directory / "run"
@@ -152,8 +157,10 @@ def _one_thread() -> Iterator[None]:
     """Computes with one thread; more gain little at this size."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -126,7 +127,10 @@ def write_example(
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
-        model.save_pretrained(unfinished / "checkpoint")
+        try:
+            model.save_pretrained(unfinished / "checkpoint")
+        except SafetensorError as error:  # raised on a full disk
+            raise OSError(str(error)) from error
         tokenizer.save_pretrained(unfinished / "checkpoint")
         for name, rows in prompts.items():
             write_jsonl(unfinished / f"{name}.jsonl", rows)
@@ -226,7 +230,8 @@ def train_supervised(
 ) -> dict[str, float]:
     """Trains until both accuracies are reached, and returns them with the number of steps.
 
-    `on_step` is called before every step.
+    `on_step` is called before every step. On some processors, faster linear layers with the same
+    parameters replace those of the model.
     """
     if prefers_onednn():
         use_fast_linear_layers(model)

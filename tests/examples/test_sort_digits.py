@@ -21,7 +21,7 @@ from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.evaluation import accuracy_metrics
 from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward
-from tests.runs import ROOT, read_metrics, run_here
+from tests.runs import ROOT, largest_file, read_metrics, run_here
 
 SMALL = prepare.Example(
     digits=2,
@@ -125,6 +125,11 @@ def test_an_interrupted_run_leaves_nothing_half_made(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         prepare.prepare(tmp_path / "sort", example=SMALL)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    with largest_file(10_000), pytest.raises(OSError, match="serializing"):
+        prepare.prepare(tmp_path / "sort", example=SMALL)
 
 
 def test_the_readme_states_the_size_of_the_model():
