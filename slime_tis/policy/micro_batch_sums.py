@@ -1,4 +1,4 @@
-"""The sums of one micro-batch from which the metrics of its step are computed.
+"""Sums of a micro-batch, from which the step's metrics are computed.
 
 Shapes: suffix _L is the response tokens on this rank, packed.
 """
@@ -32,7 +32,7 @@ def micro_batch_sums(
     measured_log_probs_L: Tensor,
     step: LossStep,
 ) -> StepSums:
-    """The micro-batch's sums for the metrics of the step, without optional metrics."""
+    """Returns the micro-batch's sums for the step's metrics, without optional metrics."""
     tokens = inputs.tokens
     workers_L = tokens.workers_L
     if workers_L is None:

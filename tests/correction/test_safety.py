@@ -461,6 +461,23 @@ def test_no_gradient_flows():
     assert train.grad.tolist() == correction.weights[0].tolist()
 
 
+@pytest.mark.parametrize(
+    ("drift", "noise"),
+    [(0.01, 0.02), (0.0, 1.0), (1.0, 1.0), (0.0, 5.0)],
+    ids=["small", "noise", "drift", "large"],
+)
+def test_error_of_long_sums_is_relative_to_the_log_ratios(drift, noise):
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.empty(8, 131_072).exponential_(2.0, generator=generator)
+    train = rollout + drift + noise * torch.randn(rollout.shape, generator=generator)
+    exact = train.double() - rollout.double()
+
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="geometric")
+    found = correct(config, train, rollout, torch.ones_like(rollout))
+    error = (found.sequence_sums.log_ratio - exact.sum(1)).abs()
+    assert (error <= 1e-8 * exact.abs().sum(1)).all()
+
+
 def test_sum_of_log_ratios_over_long_sequences():
     sequences, tokens, drift = 64, 131_072, 0.01
     generator = torch.Generator().manual_seed(0)

@@ -271,7 +271,7 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
     """Yields tables of about CHUNK_TOKENS tokens from the rows of a file."""
     form: RowFormat | None = None
     parts: list[SampleParts] = []
-    places: list[str] = []
+    locations: list[str] = []
     tokens = 0
     for where, row in rows:
         try:
@@ -281,26 +281,26 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
         except ValueError as error:
             raise ValueError(f"{where} {error}") from error
         if tokens >= CHUNK_TOKENS:
-            yield _table(parts, places, form, path)
+            yield _table(parts, locations, form, path)
             parts = []
-            places = []
+            locations = []
             tokens = 0
         parts.append(part)
-        places.append(where)
+        locations.append(where)
         tokens += len(part.rollout_log_prob) + len(part.text or "") + len(part.prompt_text or "")
     if form is not None:
-        yield _table(parts, places, form, path)
+        yield _table(parts, locations, form, path)
 
 
 def _table(
-    parts: Sequence[SampleParts], places: Sequence[str], form: RowFormat, path: Path
+    parts: Sequence[SampleParts], locations: Sequence[str], form: RowFormat, path: Path
 ) -> TokenTable:
     """Returns the table of some rows; refuses numbers that are no log-probs.
 
     Args:
-        parts: The content of each row.
-        places: File and line of each row, for messages.
-        form: The format of the rows.
+        parts: The rows' content.
+        locations: The rows' files and lines, for messages.
+        form: The rows' format.
         path: The file.
     """
     try:
@@ -312,9 +312,9 @@ def _table(
         wrong = (table.loss_mask > 0) & (log_probs > HIGHEST_LOG_PROB)
         if wrong.any():
             first = int(wrong.argmax())
-            place = places[table.sample[first]]
+            location = locations[table.sample[first]]
             raise ValueError(
-                f"{place} has a log-prob of {log_probs[first]:.4g}; natural logarithms of"
+                f"{location} has a log-prob of {log_probs[first]:.4g}; natural logarithms of"
                 " probabilities are at most 0."
             )
     return table

@@ -190,7 +190,7 @@ def to_dict(sample: Sample) -> dict[str, Any]:
 
 
 def _fields(record: Sample | Prompt) -> dict[str, Any]:
-    """Returns the fields by name; unlike dataclasses.asdict, without a copy of each value."""
+    """Returns the fields by name. dataclasses.asdict would copy their values."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 

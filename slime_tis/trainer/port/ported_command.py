@@ -42,7 +42,7 @@ class Ported:
     engine: str = "sglang"
     """The engine of the script's servers, a name in `SERVER_ENGINES`."""
     spellings: dict[str, str] = field(default_factory=dict)
-    """Options of another trainer than slime, by the flag that they are converted to."""
+    """Options of verl or TRL in the script, by the flag of train.py that replaces them."""
 
     @property
     def refusals(self) -> list[str]:
