@@ -29,6 +29,7 @@ from typing import Any
 
 import slime_tis
 from slime_tis.analysis.report.comparison_study import PRECISION_CLASSES
+from slime_tis.command_signals import raise_on_signals, status_after
 from slime_tis.console_output import protect_output
 from slime_tis.parity.parity_options import add_parity_options
 
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after `slime-tis`; None takes this process's.
 
     Returns:
-        The exit status: 1 after an error, 2 if the command is refused, 130 after Ctrl-C.
+        The exit status: 1 after an error, 2 if the command is refused, 130 after Ctrl-C, 143 after
+        SIGTERM.
     """
     owns_process = argv is None
     if argv is None:
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     if owns_process:
-        _raise_on_signals()
+        raise_on_signals()
     try:
         status = _run(chosen, owns_process=owns_process)
         # A full disk is an error of this command, not of the interpreter's exit.
@@ -81,44 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.strerror or error}{location}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        return _status_after(error)
+        return status_after(error)
     return status
-
-
-class _Signalled(KeyboardInterrupt):
-    """A signal asks the command to end."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
-
-
-def _status_after(interrupt: KeyboardInterrupt) -> int:
-    """Prints which signal ended the command; returns the exit status."""
-    number = signal.SIGINT
-    if isinstance(interrupt, _Signalled):
-        number = interrupt.number
-    print(f"ended by {number.name}; unfinished files are removed.", file=sys.stderr)
-    return 128 + number
-
-
-def _raise_on_signals() -> None:
-    """Makes Ctrl-C and SIGTERM raise an exception, which removes unfinished files.
-
-    A second signal ends the process at once, so that its clean-up cannot hang.
-    """
-
-    def raise_once(number: int, _: object) -> None:
-        for each in handled:
-            signal.signal(each, signal.SIG_DFL)
-        raise _Signalled(signal.Signals(number))
-
-    handled = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # nohup, and a shell for background jobs, make a process ignore signals.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            handled.append(number)
-            signal.signal(number, raise_once)
 
 
 def _extra(command: str) -> str:

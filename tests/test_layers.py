@@ -18,6 +18,7 @@ LAYERS = (
         "slime_tis.atomic_files",
         "slime_tis.torch_files",
         "slime_tis.hf_model",
+        "slime_tis.command_signals",
         "slime_tis.console_output",
         "slime_tis.progress",
         "slime_tis.alarm",

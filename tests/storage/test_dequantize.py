@@ -1,6 +1,9 @@
 """Checkpoints in fp8 and mxfp4, written as bfloat16."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,31 @@ def converted(tmp_path_factory):
     root = tmp_path_factory.mktemp("fp8")
     expected = quantize(make_checkpoint(root / "model", "qwen3"))
     return dequantize(root / "model", root / "bf16"), expected
+
+
+SIGNALLED = """
+import os, signal, sys
+from slime_tis.trainer.storage import dequantize
+
+write = dequantize.write_hf_checkpoint
+
+def signalled(*args, **options):
+    write(*args, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+dequantize.write_hf_checkpoint = signalled
+sys.exit(dequantize.main())
+"""
+"""A conversion that gets SIGTERM after its last tensor."""
+
+
+def test_sigterm_leaves_no_unfinished_conversion(tmp_path):
+    quantize(make_checkpoint(tmp_path / "model", "qwen3"))
+    command = [sys.executable, "-c", SIGNALLED, "model", "bf16"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert run.stderr == "ended by SIGTERM; unfinished files are removed.\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_every_tensor_is_converted(converted):

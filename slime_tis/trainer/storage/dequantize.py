@@ -9,7 +9,6 @@ transformers 5.23 loads both as bfloat16, but its `save_pretrained` writes fp8 n
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slime_tis.atomic_files import parse_object
+from slime_tis.command_signals import raise_on_signals, status_after
 from slime_tis.errors import quoted, quoted_path
 from slime_tis.hf_tensors import tensor_files
 from slime_tis.trainer.storage import exports
@@ -162,14 +162,14 @@ def main() -> int:
     parser.add_argument("directory", help="a Hugging Face checkpoint in fp8 or mxfp4")
     parser.add_argument("out_dir", help="a directory that is absent, empty or of an earlier run")
     arguments = parser.parse_args()
+    raise_on_signals()
     try:
         print(dequantize(arguments.directory, arguments.out_dir))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; unfinished files are removed.", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as error:
+        return status_after(error)
     return 0
 
 
