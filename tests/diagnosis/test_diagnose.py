@@ -699,6 +699,13 @@ def test_a_masked_dump_is_not_called_a_log() -> None:
     assert "none of the 2 tokens is trained: the loss mask is 0" in text
 
 
+def test_a_masked_dump_is_named_next_to_metrics() -> None:
+    masked = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0])
+    rows = [{"step": step, "train/mismatch_k3_kl": 1e-8} for step in range(9)]
+    text = as_text(diagnose(TokenTable.from_parts([masked, masked]), rows), "run")
+    assert text.startswith("run: 2 samples without a trained token")
+
+
 def test_flags_in_the_text_are_not_broken() -> None:
     finding = Finding("stale_weights", (), 0.95)
     diagnosis = Diagnosis(

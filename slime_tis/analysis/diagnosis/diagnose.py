@@ -230,7 +230,8 @@ def _without_trained_tokens(table: TokenTable, metrics: Sequence[Mapping[str, An
     The metrics of the run decide, if there are any.
     """
     if metrics:
-        return _diagnose_metrics(metrics)
+        # The number of samples says that there is a dump.
+        return replace(_diagnose_metrics(metrics), samples=len(table))
     fact = f"none of the {table.tokens} tokens is trained: the loss mask is 0"
     if not table.tokens:
         fact = f"the responses of all {len(table)} samples are empty"
