@@ -45,6 +45,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
     "use_bdlora": (None,),
+    # VeLoRA computes the same, but its files have more tensors than A and B.
+    "velora_config": (None,),
     # Others, such as pissa, subtract the initial adapter from the model's weights.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
@@ -63,12 +65,13 @@ WITHOUT_EFFECT = frozenset(
         "peft_version",
         "revision",
         "task_type",
-        # Of training with PEFT. VeLoRA only stores less for the gradients.
+        # Of training with PEFT.
         "inference_mode",
         "lora_dropout",
         "megatron_config",
         "megatron_core",
-        "velora_config",
+        # Where PEFT computes. PEFT does not save it, but verl and SkyRL do.
+        "runtime_config",
         # Of initial values: A and B contain them, or NEUTRAL refuses init_lora_weights.
         "corda_config",
         "eva_config",
@@ -80,9 +83,11 @@ WITHOUT_EFFECT = frozenset(
         "qalora_group_size",
     ]
 )
-"""Fields of PEFT 0.21 that do not change what the matrices A and B compute."""
+"""Fields of PEFT 0.21 that may have any value in plain LoRA."""
 UNSET: tuple[Any, ...] = (None, False, "", [], {})
-"""Values with which PEFT writes fields that are not used."""
+"""Values that PEFT writes for unused fields."""
+OTHER_MATRIX = {"A": "B", "B": "A"}
+"""The second matrix of a layer."""
 MAX_RANK = 4096
 """Largest accepted rank, as of --lora-rank."""
 MAX_ALPHA = 1e6
@@ -212,8 +217,8 @@ def check_base(directory: str | Path, model: str | Path, subject: str, *, layers
         layers: num_hidden_layers of the model, all of which must have the adapter.
 
     Raises:
-        ValueError: A file cannot be read, the model has no such layer or one of another shape, or
-            a layer has no adapter.
+        ValueError: A file cannot be read, the model lacks an adapted layer or has it with another
+            shape, or a layer has no adapter.
     """
     weights = _shapes_of_weights(model)
     headers = tensors_of(Path(directory) / WEIGHTS)
@@ -382,7 +387,7 @@ def _targets(directory: str | Path, rank: int, subject: str) -> tuple[str, ...]:
                 f" r {rank} in {CONFIG}."
             )
         targets.add(match["layer"].rpartition(".")[2])
-        other = tensor_name(match["layer"], "AB".replace(match["matrix"], ""))
+        other = tensor_name(match["layer"], OTHER_MATRIX[match["matrix"]])
         if other not in headers:
             raise ValueError(f"{subject} but it has the tensor {name} without {other}.")
     if not targets:

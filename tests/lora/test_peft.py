@@ -113,7 +113,8 @@ def test_rank_stabilized_scales_are_understood(model, parallel, tmp_path):
 
 def test_fields_without_effect_are_accepted(model, parallel, tmp_path):
     sharded_checkpoint.save_adapter(tmp_path / "adapter", build(model, parallel))
-    change_config(tmp_path / "adapter", lora_ga_config={"scale": "stable"}, use_future=False)
+    fields = {"lora_ga_config": {"scale": "stable"}, "runtime_config": {"ephemeral_gpu_offload": 1}}
+    change_config(tmp_path / "adapter", **fields, use_future=False)
     load(model, parallel, tmp_path / "adapter")
 
 
