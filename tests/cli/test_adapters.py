@@ -1,6 +1,7 @@
 """LoRA adapters on the command line: targets, and models whose layers cannot have them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from slime_tis.families import FAMILIES
 from slime_tis.peft_directory import AdapterConfig, tensor_name, write_adapter
+from slime_tis.trainer.configs.adapter_targets import check_adapters
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.configs.server_engines import SERVER_ENGINES
 from slime_tis.trainer.engines.vllm.vllm_api import ADAPTER_RANKS
 from tests.cli.conftest import configured, refusal
@@ -17,9 +20,13 @@ OTHER_MODELS = {
         "Qwen3MoeForCausalLM",
         "gate_proj, up_proj, down_proj of this model are in experts",
     ),
-    "fused projections": ("Phi3ForCausalLM", "Use --lora-target-modules down_proj o_proj."),
+    "fused projections": ("Phi3ForCausalLM", "Use --lora-target-modules o_proj down_proj."),
     "recurrence": ("Qwen3NextForCausalLM", "--lora-rank is given but most layers of Qwen3-Next"),
     "fused gate": ("Glm4ForCausalLM", "has no gate_proj, up_proj, but fuses them"),
+    "fused experts": (
+        "GptOssForCausalLM",
+        "Use --lora-target-modules q_proj k_proj v_proj o_proj.",
+    ),
 }
 
 
@@ -44,6 +51,36 @@ def test_layers_without_adapters_are_refused(architecture, message, base):
     assert message in refusal(base + "--lora-rank 8")
 
 
+@pytest.mark.parametrize("target", ["q_proj", "k_proj", "v_proj"])
+def test_the_inputs_of_latent_attention_are_refused(target):
+    config = MegatronConfig(
+        hf_checkpoint="model", lora_rank=8, lora_target_modules=(target, "o_proj")
+    )
+    with pytest.raises(ValueError, match=f"DeepSeek-V2-Lite supports no adapters of {target}"):
+        check_adapters(config, FAMILIES["DeepseekV2ForCausalLM"])
+
+
+ADVISED = [
+    "Phi3ForCausalLM",
+    "Glm4ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+]
+"""Models in which not all linear layers can have adapters."""
+
+
+@pytest.mark.parametrize("architecture", ADVISED)
+def test_the_layers_that_a_refusal_advises_are_accepted(architecture):
+    config = MegatronConfig(hf_checkpoint="model", lora_rank=8)
+    with pytest.raises(ValueError) as error:
+        check_adapters(config, FAMILIES[architecture])
+    advised = str(error.value).rpartition("--lora-target-modules ")[2].removesuffix(".")
+    config = replace(config, lora_target_modules=tuple(advised.split()))
+    check_adapters(config, FAMILIES[architecture])
+
+
 def test_the_layers_of_a_saved_adapter_are_named_with_its_option(base):
     """Without --lora-target-modules in the advice, which does not go with a saved adapter."""
     use_model("Phi3ForCausalLM")
@@ -58,7 +95,7 @@ def test_the_layers_of_a_saved_adapter_are_named_with_its_option(base):
     write_adapter(path, tensors, config, base="model")
     message = refusal(base + "--lora-adapter-path adapter")
     assert message.startswith("--lora-adapter-path is 'adapter': a Phi-4 checkpoint has no q_proj")
-    assert message.endswith("Give an adapter of only down_proj o_proj.")
+    assert message.endswith("Give an adapter of only o_proj down_proj.")
 
 
 def test_layers_that_are_not_fused_are_accepted(base):

@@ -5,6 +5,9 @@ from slime_tis.families import Family
 from slime_tis.peft_directory import read_adapter_config
 from slime_tis.trainer.configs.megatron import LORA_TARGETS, MegatronConfig
 
+MLP_TARGETS = frozenset(["gate_proj", "up_proj", "down_proj"])
+"""Linear layers of the MLP, which is in the experts of a sparse layer."""
+
 
 def check_adapters(megatron: MegatronConfig, family: Family) -> None:
     """Checks the layers of new adapters, or of those in --lora-adapter-path.
@@ -30,20 +33,27 @@ def check_adapters(megatron: MegatronConfig, family: Family) -> None:
             f"{request} but most layers of {family.title} have a gated delta net, whose projections"
             " get no adapters; only all weights of this model can be trained."
         )
-    fused = sorted(set(targets) - _projections(family))
-    if fused:
+    supported = _supported_targets(family)
+    refused = [name for name in targets if name not in supported]
+    if not refused:
+        return
+    names = ", ".join(refused)
+    advice = f"{advice} {' '.join(supported)}."
+    if family.attention.latent and not MLP_TARGETS.issuperset(refused):
         raise ValueError(
-            f"{subject}: a {family.title} checkpoint has no {', '.join(fused)}, but fuses them; an"
-            f" adapter of a fused matrix is another one. {advice}"
-            f" {' '.join(sorted(_projections(family)))}."
+            f"{subject}: {family.title} supports no adapters of {names}; of its latent attention,"
+            f" only o_proj can have one. {advice}"
         )
-    experts = [name for name in targets if name in ("gate_proj", "up_proj", "down_proj")]
-    if family.experts is not None and experts:
+    if family.experts is not None:
         raise ValueError(
-            f"{subject}: {', '.join(experts)} of this model are in experts, which get no adapters:"
-            " an adapter of each expert would need its own part in the grouped products of"
-            f" training and of the servers. {advice} q_proj k_proj v_proj o_proj."
+            f"{subject}: {names} of this model are in experts, which get no adapters: an adapter of"
+            " each expert would need its own part in the grouped products of training and of the"
+            f" servers. {advice}"
         )
+    raise ValueError(
+        f"{subject}: a {family.title} checkpoint has no {names}, but fuses them; an adapter of a"
+        f" fused matrix is another one. {advice}"
+    )
 
 
 def _saved_targets(path: str, subject: str) -> tuple[str, ...]:
@@ -62,10 +72,16 @@ def _saved_targets(path: str, subject: str) -> tuple[str, ...]:
     return targets
 
 
-def _projections(family: Family) -> set[str]:
+def _supported_targets(family: Family) -> list[str]:
     """Returns the linear layers in a family's files that can have adapters."""
     names = set()
     for weight in family.weights.values():
         for tensor in weight.tensors:
             names.add(tensor.name.removesuffix(".weight").rpartition(".")[2])
-    return names & set(LORA_TARGETS)
+    if family.experts is not None:
+        names -= MLP_TARGETS
+    if family.attention.latent:
+        # Models without q_lora_rank have it, but the training engine adapts it only together with
+        # keys and values, in its fused layer.
+        names.discard("q_proj")
+    return [name for name in LORA_TARGETS if name in names]
