@@ -215,6 +215,31 @@ class AdapterCheck:
                 )
         return shares
 
+    def is_proof(self, shares: dict[str, AdapterShare]) -> bool:
+        """Whether the last shares were judged, and prove that every copy has the adapter."""
+        if not shares or self.survival < LEAST_SURVIVAL:
+            return False
+        return all(share.is_measured for share in shares.values())
+
+    def summary(self, shares: dict[str, AdapterShare], *, is_trial: bool) -> str:
+        """Returns a line about the check before the first step, of which `shares` are the last."""
+        kind = "the adapter"
+        if is_trial:
+            kind = "a trial adapter"
+        if self.is_proof(shares):
+            worst = max(shares.values(), key=lambda share: abs(share.share - 1))
+            return (
+                f"the rollout engine applies the LoRA adapter: share {worst.share:.3f} ±"
+                f" {worst.error:.1g} of {kind} that moves a probe by {worst.effect:.2g} nats per"
+                " token"
+            )
+        reason = (
+            f"{kind} has too small an effect on a probe, compared with the noise of the engines"
+        )
+        if self.survival < LEAST_SURVIVAL:
+            reason = f"merging in the engine's precision leaves only {self.survival:.0%} of {kind}"
+        return f"warning: not proven that the rollout engine applies the LoRA adapter: {reason}."
+
     def _least_effect(self) -> float:
         """Returns the smallest effect that training's noise does not falsify, in nats."""
         precision = self.engine.config.precision
@@ -294,21 +319,3 @@ def trial(engine: TrainingEngine) -> Iterator[None]:
         yield
     finally:
         assign_adapters(module, before)
-
-
-def summary(shares: dict[str, AdapterShare], *, is_trial: bool) -> str:
-    """Returns a line about the check before the first step."""
-    measured = [share for share in shares.values() if share.is_measured]
-    kind = "the adapter"
-    if is_trial:
-        kind = "a trial adapter"
-    if len(measured) < len(shares) or not shares:
-        return (
-            f"warning: not proven that the rollout engine applies the LoRA adapter: {kind} has too"
-            " small an effect on a probe, compared with the noise of the engines."
-        )
-    worst = max(measured, key=lambda share: abs(share.share - 1))
-    return (
-        f"the rollout engine applies the LoRA adapter: share {worst.share:.3f} ± {worst.error:.1g}"
-        f" of {kind} that moves a probe by {worst.effect:.2g} nats per token"
-    )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slime_tis.peft_directory import AdapterConfig
 from slime_tis.progress import print_line
-from slime_tis.trainer.adapter_check import AdapterCheck, summary, trial
+from slime_tis.trainer.adapter_check import AdapterCheck, trial
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt
@@ -240,11 +240,11 @@ class PolicyWeights:
             # The engine was resumed with older weights than training, so log-probs differ.
             return ["LoRA adapters are checked after the next weight update"]
         shares = check.checked_shares()
-        if all(share.is_measured for share in shares.values()):
-            return [summary(shares, is_trial=False)]
+        if check.is_proof(shares):
+            return [check.summary(shares, is_trial=False)]
         with trial(self.learner.engine):
             self.sampler.update_weights(self.tensors, self.version())
-            line = summary(check.checked_shares(), is_trial=True)
+            line = check.summary(check.checked_shares(), is_trial=True)
         self.sampler.update_weights(self.tensors, self.version())
         return [line]
 

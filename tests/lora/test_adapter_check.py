@@ -56,6 +56,29 @@ def test_verdicts(share, error, survival, verdict):
     assert verdict in problem if verdict else not problem
 
 
+# share, standard error, survival, and whether that is a proof
+PROOFS = {
+    "in force": (1.0, 0.01, 1.0, True),
+    "noise": (1.0, 0.06, 1.0, False),
+    "too much noise for a verdict": (0.0, 0.3, 1.0, False),
+    "rounded away": (0.0, 0.01, 0.1, False),
+}
+
+
+@pytest.mark.parametrize(("share", "error", "survival", "is_proof"), PROOFS.values(), ids=PROOFS)
+def test_only_a_share_that_was_judged_is_a_proof(share, error, survival, is_proof, model, parallel):
+    check = check_of(build(model, parallel), LocalEngine(model, load_tokenizer(model)))
+    check.survival = survival
+    measured = AdapterShare(share=share, error=error, effect=0.1, gap=0.01)
+    line = check.summary({"the engine": measured}, is_trial=False)
+    assert line.startswith("the rollout engine applies the LoRA adapter") == is_proof
+
+
+def test_no_copies_of_the_weights_are_no_proof(model, parallel):
+    check = check_of(build(model, parallel), LocalEngine(model, load_tokenizer(model)))
+    assert check.summary({}, is_trial=True).startswith("warning: not proven")
+
+
 # gap, gap without an adapter, survival, whether a part is missing; the effect is 0.1 nats
 GAPS = {
     "noise": (0.04, 0.01, 1.0, False),
