@@ -1,8 +1,8 @@
 """The supported families of decoders: one entry of `FAMILIES` each.
 
-An entry lists which fields of config.json a family reads, which layers it has, and how
-megatron-core and the files of a checkpoint name each of its weights (`family_weights`). Conversion,
-export, checks of files, `slime-tis plan` and both engines read it.
+An entry lists the fields of config.json that a family reads, its layers, and its weights with their
+names in megatron-core and in checkpoints (`family_weights`). Conversion, export, checks of files,
+`slime-tis plan` and both engines read it.
 """
 
 from collections.abc import Mapping

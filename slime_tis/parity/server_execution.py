@@ -78,7 +78,7 @@ def _advising(config: ServerConfig) -> Iterator[None]:
 async def _ask(
     config: ServerConfig, api: ServerApi, token_rows: Sequence[Sequence[int]]
 ) -> tuple[str, list[list[float]]]:
-    """Returns the server's precision, and the log-probs of all tokens but the first of each row."""
+    """Returns the server's precision, and each row's log-probs, which start at its second token."""
     client = make_client(config.keys, api.user_endpoints)
     (url,) = config.server_urls
     async with client.session:

@@ -90,6 +90,11 @@ def test_the_run_prints_that_weights_in_bf16_are_not_rounded(base, amx):
     assert "; --weight-update-rounding stochastic is for float32 and unused" in text
 
 
+def test_the_run_prints_that_weights_in_a_given_bf16_are_not_rounded(base, old_x86):
+    lines = describe(configured(f"{base}{ROUNDED} --bf16")).splitlines()
+    assert "--weight-update-rounding stochastic is for float32 and unused" in lines
+
+
 def test_stochastic_rounding_is_refused_with_bf16_alone(base, amx):
     message = refusal(base + ROUNDED.replace(FLAG, " --bf16"))
     assert message.startswith("--weight-update-rounding stochastic has no effect with --bf16")

@@ -58,13 +58,15 @@ def detection_note(arguments: Arguments) -> str | None:
     if not megatron.bf16_if_fast:
         return None
     unit = bf16_unit()
+    notes = []
+    # No note if the user chose the other precision.
     if megatron.bf16 and unit is not None:
-        note = f"precision: bf16, because {unit} (--no-bf16 trains in float32)"
-        if is_rounding_unused(arguments):
-            rounding = arguments.rollout.weight_update_rounding
-            note += f"; --weight-update-rounding {rounding} is for float32 and unused"
-        return note
+        notes.append(f"precision: bf16, because {unit} (--no-bf16 trains in float32)")
     if not megatron.bf16 and unit is None:
-        return "precision: float32, because nothing here is faster in bf16 (--bf16 trains in bf16)"
-    # The user chose the other precision.
-    return None
+        notes.append(
+            "precision: float32, because nothing here is faster in bf16 (--bf16 trains in bf16)"
+        )
+    if is_rounding_unused(arguments):
+        rounding = arguments.rollout.weight_update_rounding
+        notes.append(f"--weight-update-rounding {rounding} is for float32 and unused")
+    return "; ".join(notes) or None

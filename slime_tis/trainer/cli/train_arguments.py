@@ -408,7 +408,7 @@ class Layout:
     rollout_engine: str
     rollout_precision: str
     servers: Mapping[str, ServerConfig]
-    """Of each engine that samples on servers."""
+    """Options of the servers, by the engine's name."""
 
 
 def read_layout(argv: Sequence[str]) -> Layout:
