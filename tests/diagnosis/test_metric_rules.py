@@ -218,6 +218,12 @@ def test_invalid_values_are_never_healthy(run: Rows) -> None:
     assert "healthy" not in causes(run)
 
 
+def test_a_metric_that_is_always_0_may_compare_an_engine_with_itself() -> None:
+    (finding,) = diagnose(None, one(K3, 0.0)).findings
+    assert finding.cause == "healthy"
+    assert "one engine's log-probs with themselves" in finding.evidence[0]
+
+
 def test_rounding_below_zero_is_possible() -> None:
     assert invalid_values(one(K3, -1e-8)) == []
 

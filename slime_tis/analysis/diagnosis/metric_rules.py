@@ -145,6 +145,10 @@ NO_MISMATCH_METRIC = (
     "no mismatch metric is in it: mean abs(Δ), k3, or verl's difference of the probabilities "
     "(docs/diagnosis.md lists the names of each framework)"
 )
+ALWAYS_0 = (
+    "it is always 0, as with --true-on-policy; a metric that compares one engine's log-probs with"
+    " themselves looks the same"
+)
 
 
 def logged_values(rows: Rows, name: str) -> list[tuple[float, float]]:
@@ -423,10 +427,13 @@ def health(rows: Rows) -> Finding:
         elif len(values) < MIN_STEPS:
             too_few.append(f"{metric.label} is in {len(values)} steps, fewer than {MIN_STEPS}")
         else:
-            judged.append(
+            fact = (
                 f"judged by {metric.label}: {fmean(values):.2g} on average over {len(values)}"
                 f" steps, {max(values):.2g} at most; below {metric.noise:g} it is noise of fp32"
             )
+            if not any(values):
+                fact += f"; {ALWAYS_0}"
+            judged.append(fact)
     if judged:
         return Finding("healthy", tuple(judged), 0.9)
     return Finding("not_measured", tuple(too_few) or (NO_MISMATCH_METRIC,), 0.0, 0.0)
