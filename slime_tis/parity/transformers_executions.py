@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 
 from slime_tis.errors import quoted_path
 from slime_tis.hf_model import empty_causal_lm, load_causal_lm
+from slime_tis.hf_tensors import INDEX, SINGLE, tensor_files, tensors_of
 from slime_tis.parity.checkpoint import read_config
 from slime_tis.parity.executions import Record, Side
 from slime_tis.parity.recording import HEAD, Operation, Recorder, Recording, Rows
@@ -28,19 +30,38 @@ LOGIT_ROWS = 64
 
 
 def check(side: Side) -> None:
-    """Refuses an adapter that is not one of the model, of which only config.json is read.
+    """Refuses incomplete files, and an adapter of another model, without reading weights.
 
     Raises:
-        ValueError: The adapter does not fit, or config.json does not load.
+        ValueError: config.json does not load, a file of weights is missing or cut off, or the
+            adapter does not fit.
     """
+    architecture = read_config(side.checkpoint)["architectures"][0]
+    _check_files(Path(side.checkpoint))
     if not side.adapter:
         return
-    architecture = read_config(side.checkpoint)["architectures"][0]
     try:
         model = empty_causal_lm(side.checkpoint, architecture=architecture)
     except ValueError as error:
         raise ValueError(f"{quoted_path(side.checkpoint)} {error}.") from error
     apply_adapter(model, side.adapter)
+
+
+def _check_files(directory: Path) -> None:
+    """Reads the headers of the files of weights.
+
+    Raises:
+        ValueError: There is no such file, or a header cannot be read.
+    """
+    if not any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        if any(directory.glob("pytorch_model*.bin")):
+            return  # without a header; transformers reads it
+        raise ValueError(
+            f"{quoted_path(directory)} has no weights, neither {SINGLE} nor {INDEX} nor"
+            " pytorch_model.bin; download it again."
+        )
+    for path in set(tensor_files(directory).values()):
+        tensors_of(path)
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """`slime-tis parity` on the command line."""
 
 import json
+import shutil
 
 import pytest
 
 from slime_tis.main import main
+from slime_tis.parity import transformers_executions
 from tests.checkpoints import make_checkpoint
 
 SHORT = ["--samples", "2", "--tokens", "4"]
@@ -121,3 +123,26 @@ def test_wrong_number_of_positions_is_refused(tmp_path, capsys, positions):
     (checkpoint / "config.json").write_text(json.dumps(config))
     capsys.readouterr()  # the progress of saving
     assert "config.json has the max_position_embeddings" in refused([str(checkpoint)], capsys)
+
+
+def cut_off(checkpoint):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+INCOMPLETE = {
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "has no weights, neither"),
+    "cut off": (cut_off, "cannot be read as safetensors"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), INCOMPLETE.values(), ids=INCOMPLETE)
+def test_nothing_is_sampled_before_incomplete_weights_are_refused(
+    checkpoint, tmp_path, monkeypatch, capsys, spoil, message
+):
+    monkeypatch.setattr(transformers_executions, "sampled_responses", None)
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    spoil(other)
+    words = [checkpoint, *SHORT, "--other-checkpoint", str(other)]
+    assert message in refused(words, capsys)
