@@ -251,6 +251,14 @@ def test_the_plan_names_the_precision_of_bf16_if_fast(tmp_path, capsys):
     assert "--bf16-if-fast: the plan is for float32" in capsys.readouterr().out
 
 
+def test_the_plan_reads_the_yaml_file_of_a_run(tmp_path, capsys):
+    checkpoint = make_checkpoint(tmp_path, "qwen3")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"hf_checkpoint: {checkpoint}\nrollout_max_response_len: 8\nbf16: true\n")
+    assert main(["plan", "--world-size", "1", "--custom-config-path", str(file)]) == 0
+    assert "(Qwen3ForCausalLM), bf16" in capsys.readouterr().out
+
+
 def test_every_size_that_does_not_divide_is_named(tmp_path, capsys):
     checkpoint = make_checkpoint(tmp_path, "qwen3")
     layout = ["--tensor-model-parallel-size", "3", "--pipeline-model-parallel-size", "4"]

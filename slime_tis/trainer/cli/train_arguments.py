@@ -416,12 +416,12 @@ def read_layout(argv: Sequence[str]) -> Layout:
 
     Of a model of the Hugging Face Hub, only config.json is downloaded.
     """
-    # The plan needs neither prompts nor rewards, only the model.
-    options = {
-        name: option
-        for name, option in OPTIONS.items()
-        if option.default is not dataclasses.MISSING or name == "hf_checkpoint"
-    }
+    # The plan needs neither prompts nor rewards, only the model; a YAML file may have them.
+    options = {}
+    for name, option in OPTIONS.items():
+        options[name] = option
+        if option.default is dataclasses.MISSING and name != "hf_checkpoint":
+            options[name] = dataclasses.replace(option, default=None)
     line = dataclasses.replace(COMMAND_LINE, options=options)
     flags, _ = _read_command_line(argv, "slime-tis plan")
     merged = merge_sources(line, flags)
