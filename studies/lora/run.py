@@ -138,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         row = run(options.task, rank, lr, seed, precision)
         rows.append(row)
+        done.add(row.key)
         write_rows(RESULTS, Row, rows)
         print(row, flush=True)
     return 0
