@@ -61,6 +61,18 @@ def _stack(layout: Layout, name: str, *shape: str) -> Weight:
     return Weight(layout, (FileTensor(name, ("experts", *shape), stacks_experts=True),))
 
 
+def _separate_qkv(layout: Layout, queries: str) -> Weight:
+    """Returns the projection of queries, keys and values, whose query part has `queries` rows."""
+    return Weight(
+        layout,
+        (
+            FileTensor("self_attn.q_proj.weight", (queries, "hidden")),
+            FileTensor("self_attn.k_proj.weight", ("keys", "hidden")),
+            FileTensor("self_attn.v_proj.weight", ("keys", "hidden")),
+        ),
+    )
+
+
 def _gated_mlp(megatron: str, file: str, inner: str) -> dict[str, Weight]:
     """Returns the weights of down(silu(gate(x)) · up(x)), whose inner size is `inner`."""
     gate = FileTensor(f"{file}.gate_proj.weight", (inner, "hidden"))
@@ -105,14 +117,7 @@ GLM4_OUTPUT_NORMS: Mapping[str, Weight] = {
 }
 
 ATTENTION: Mapping[str, Weight] = {
-    "self_attention.linear_qkv.weight": Weight(
-        "qkv",
-        (
-            FileTensor("self_attn.q_proj.weight", ("queries", "hidden")),
-            FileTensor("self_attn.k_proj.weight", ("keys", "hidden")),
-            FileTensor("self_attn.v_proj.weight", ("keys", "hidden")),
-        ),
-    ),
+    "self_attention.linear_qkv.weight": _separate_qkv("qkv", "queries"),
     "self_attention.linear_proj.weight": _weight(
         "rows", "self_attn.o_proj.weight", "hidden", "queries"
     ),
@@ -128,14 +133,7 @@ FUSED_QKV: Mapping[str, Weight] = {
 
 GATED_ATTENTION: Mapping[str, Weight] = {
     **ATTENTION,
-    "self_attention.linear_qkv.weight": Weight(
-        "gated_qkv",
-        (
-            FileTensor("self_attn.q_proj.weight", ("queries_and_gates", "hidden")),
-            FileTensor("self_attn.k_proj.weight", ("keys", "hidden")),
-            FileTensor("self_attn.v_proj.weight", ("keys", "hidden")),
-        ),
-    ),
+    "self_attention.linear_qkv.weight": _separate_qkv("gated_qkv", "queries_and_gates"),
 }
 """Attention with an output gate, whose projection is joined with the queries'."""
 
