@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
 
 
 class FastLinear(nn.Linear):
-    """A linear layer with the parameters of another one."""
+    """A linear layer that shares the parameters of an nn.Linear and multiplies as above."""
 
     def __init__(self, layer: nn.Linear) -> None:
         # nn.Linear would allocate other parameters.

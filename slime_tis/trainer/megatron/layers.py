@@ -111,8 +111,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         for rows in layout.rows:
             attend = self._attend_rows
             if rows.shares_keys:
-                # Each response has a copy of its prompt's keys and values. They are gathered and
-                # attended to again in the backward pass, instead of being kept for it.
+                # Every response gets a copy of its prompt's keys and values. Keeping the copies for
+                # the backward pass would need much memory, so it makes them again.
                 attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
             outputs.append(attend(query, key, value, rows))
         return layout.packed(outputs).flatten(1)

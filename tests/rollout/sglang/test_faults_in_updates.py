@@ -183,3 +183,16 @@ def test_initial_weights_do_not_replace_the_first_update(start: Start, transport
     server.come_back()
     pending.result()
     assert server.weight_version == "0"
+
+
+def test_initial_weights_of_an_idle_server_are_not_sampled_from(start: Start) -> None:
+    # It restarts between two health checks: nothing but its answers tells that it did.
+    slow = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=30.0)
+    run = start_on(start, 1, "disk", timeouts=slow)
+    run.update(0)
+    (server,) = run.servers
+    server.die()
+    server.come_back()
+    groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
+    assert_exact(groups, PROMPTS)
+    assert server.weight_version == "0"

@@ -11,7 +11,7 @@ import pytest
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.servers.answers import WeightName, parse, version_number
-from slime_tis.trainer.engines.servers.api import GenerateRequest
+from slime_tis.trainer.engines.servers.api import NOT_SENT, GenerateRequest
 from slime_tis.trainer.engines.servers.errors import InvalidAnswer
 from slime_tis.trainer.engines.sglang.sglang_answers import (
     ServerDescription,
@@ -92,8 +92,15 @@ def test_every_token_has_the_version_of_its_span() -> None:
     assert len(spans) > 1
     expected = []
     for span in spans:
-        expected += [version_number(span["version"])] * (span["end"] - span["start"])
+        version = version_number(span["version"]) or 0  # the initial weights have no number
+        expected += [version] * (span["end"] - span["start"])
     assert generation(answer, max_new_tokens=1000).weight_versions == expected
+
+
+def test_initial_weights_are_told_from_sent_ones() -> None:
+    body = json.dumps(recorded("generate_stop")).encode()
+    completion, _ = parse_generation(body, request(initial_version=NOT_SENT))
+    assert completion.weight_versions == [NOT_SENT]
 
 
 @pytest.mark.parametrize("name", ["generate_abort_retracted", "generate_spans_abort"])
@@ -302,8 +309,8 @@ def test_checksums_that_are_not_text_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("12", 12), ("default", 0), (None, 0), ("²", 0), ("", 0), ("step-3", 0)],
+    [("12", 12), ("default", None), (None, None), ("²", None), ("", None), ("step-3", None)],
     ids=str,
 )
-def test_weight_versions_without_a_number_are_0(name: str | None, number: int) -> None:
+def test_only_decimal_names_are_versions(name: str | None, number: int | None) -> None:
     assert version_number(name) == number

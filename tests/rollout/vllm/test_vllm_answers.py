@@ -17,7 +17,13 @@ import torch
 from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.servers.api import Call, ExpertLayout, GenerateRequest, ServedModel
+from slime_tis.trainer.engines.servers.api import (
+    NOT_SENT,
+    Call,
+    ExpertLayout,
+    GenerateRequest,
+    ServedModel,
+)
 from slime_tis.trainer.engines.servers.errors import InvalidAnswer, ReportedFailure
 from slime_tis.trainer.engines.vllm import vllm_answers
 from slime_tis.trainer.engines.vllm.vllm_api import VllmApi
@@ -102,6 +108,11 @@ def test_an_answer_of_full_length() -> None:
 @pytest.mark.parametrize("name", ["generate_stop", "generate_stop_token"])
 def test_an_answer_that_a_stop_token_ended(name: str) -> None:
     assert generation(recorded(name)).finish_reason == "stop"
+
+
+def test_initial_weights_are_told_from_sent_ones() -> None:
+    sampled = generation(recorded("generate_length"), initial_version=NOT_SENT)
+    assert sampled.weight_versions == [NOT_SENT] * 4
 
 
 def test_every_token_has_the_version_of_its_span() -> None:

@@ -57,6 +57,7 @@ class WeightSpan(Answer):
     """The weights of the tokens from `start` to before `end`."""
 
     version: Any
+    """Their number; None for weights that no run sent."""
     start: int
     end: int
 
@@ -153,14 +154,14 @@ def is_older(version: str, oldest: tuple[int, ...]) -> bool:
     return any(numbers) and tuple(numbers) < oldest
 
 
-def version_number(name: object) -> int:
-    """The version that a server's weights are named by; 0 for names that are not numbers.
+def version_number(name: object) -> int | None:
+    """The version that a server's weights are named by; None for names that are not numbers.
 
     Runs name weights by decimal numbers; servers name the initial weights "default". Raises
     ValueError for signed, long and fractional numbers, which no run gives.
     """
     if name is None:
-        return 0
+        return None
     if (
         not isinstance(name, str)
         or len(name) > MAX_NAME
@@ -169,7 +170,7 @@ def version_number(name: object) -> int:
         raise ValueError(f"the name of its weights is {quoted(name)}")
     if re.fullmatch("[0-9]+", name):
         return int(name)
-    return 0
+    return None
 
 
 def is_named_by_run(name: str | None) -> bool:
@@ -195,7 +196,7 @@ def checked_generation(
         raise InvalidAnswer(f"it has {length} tokens where {request.max_new_tokens} were asked for")
     if not token_ids and sampled.finish_reason != "abort":
         raise InvalidAnswer(f"it has no tokens but finish_reason {sampled.finish_reason!r}")
-    versions = _token_versions(sampled.spans, length)
+    versions = _token_versions(sampled.spans, length, request.initial_version)
     routed_experts = None
     problem = None
     if experts is not None and request.first_experts is not None and token_ids:
@@ -283,19 +284,23 @@ def _sampling_mask(
     return SamplingMask.from_sets(sets), bounded
 
 
-def _token_versions(spans: Sequence[WeightSpan], length: int) -> Numbers:
-    """The version of each token, from the spans of an answer."""
+def _token_versions(spans: Sequence[WeightSpan], length: int, initial: int) -> Numbers:
+    """The version of each token, from the spans of an answer.
+
+    `initial` is the version of weights that no run sent.
+    """
     versions = Numbers("q")
-    last = 0
+    last = initial
     for span in spans:
         end = len(versions)
         if span.start != end or not span.start <= span.end <= length:
             bounds = f"{quoted(span.start)} to {quoted(span.end)} after {end} of {length} tokens"
             raise InvalidAnswer(f"weight_versions has a span from {bounds}")
-        if span.version < last:
-            raise InvalidAnswer(f"weight_versions goes back from {last} to {span.version}")
-        versions.extend([span.version] * (span.end - span.start))
-        last = span.version
+        version = initial if span.version is None else span.version
+        if version < last:
+            raise InvalidAnswer(f"weight_versions goes back from {last} to {version}")
+        versions.extend([version] * (span.end - span.start))
+        last = version
     if len(versions) != length:
         raise InvalidAnswer(f"weight_versions covers {len(versions)} tokens of {length}")
     return versions

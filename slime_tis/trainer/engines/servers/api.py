@@ -146,6 +146,10 @@ def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
     return ExpertLayout(num_hidden_layers=hf.num_hidden_layers, moe=moe)
 
 
+NOT_SENT = -1
+"""Version of weights that the run did not send."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """The request for the rest of one response."""
@@ -163,6 +167,9 @@ class GenerateRequest:
     first_experts: int | None = None
     """First token whose routed experts are returned; None for none."""
     stop: Sequence[str] = ()
+    initial_version: int = 0
+    """Version of the weights that the server loaded when it started; `NOT_SENT` if the run has
+    replaced them."""
 
     def max_bytes(self, layout: ExpertLayout | None = None) -> int:
         """Maximum bytes of the answer."""

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.servers.answers import is_named_by_run
-from slime_tis.trainer.engines.servers.api import ServerInfo
+from slime_tis.trainer.engines.servers.api import NOT_SENT, ServerInfo
 from slime_tis.trainer.engines.servers.client import Server
 from slime_tis.trainer.engines.servers.errors import (
     RequestError,
@@ -66,6 +66,8 @@ class ServerState:
     """Version of the weights; -1 if unknown."""
     version_known: bool = True
     """Whether the reported version is reliable; False after a failed update."""
+    got_weights: bool = False
+    """Whether it ever took weights of this run."""
     reason: str = "it has not answered yet"
     since: float = field(default_factory=time.time)
     answered: bool = False
@@ -113,7 +115,7 @@ class HealthMonitor:
         self.deaths = 0
         self.returns = 0
         self._has_sent = False
-        """Whether servers were sent weights, under the name of their version."""
+        """Whether the run has sent weights. It names them by their version."""
         self._misses_experts = False
         self._is_watching = False
         self.not_updating = asyncio.Event()
@@ -122,15 +124,15 @@ class HealthMonitor:
         self._updates = 0
         self._tasks = BackgroundTasks()
 
-    async def start(self, timeout: float, *, names_absent: bool) -> None:
+    async def start(self, timeout: float, *, warns_at_once: bool) -> None:
         """Waits for all servers, or after `timeout` seconds for one, and starts watching them.
 
-        With `names_absent`, warns at once about servers that do not answer.
+        With `warns_at_once`, it warns of servers that do not answer the first request.
         """
         states = list(self.states.values())
         if self.router is not None:
             states.append(self.router)
-        searches = [asyncio.create_task(self._find(state, names_absent)) for state in states]
+        searches = [asyncio.create_task(self._find(state, warns_at_once)) for state in states]
         try:
             # A refusal ends the start at once: it does not go away by waiting.
             done, _ = await asyncio.wait(
@@ -171,6 +173,15 @@ class HealthMonitor:
         """The version that a request begins with; for a router, the version of all its servers."""
         return self.version if state is self.router else state.version
 
+    def initial_version(self, state: ServerState) -> int:
+        """The version of the weights that a server loaded when it started.
+
+        A server that took weights since has others; answers with its first ones show a restart. Of
+        a router, all servers must have taken weights.
+        """
+        states = self.available() if state is self.router else [state]
+        return NOT_SENT if all(s.got_weights for s in states) else 0
+
     def takes_seeds(self, state: ServerState) -> bool:
         """Whether requests may have seeds; for a router, whether at least one server uses seeds."""
         if state is not self.router:
@@ -183,10 +194,12 @@ class HealthMonitor:
         `first` is the version at the start of the request; an update may follow during the request.
         """
         for version in set(versions):
-            if not first <= version <= self.newest_version:
-                raise UnexpectedWeights(
-                    f"{state.server.url} answered with weights {version}, but was given {first}."
-                )
+            if first <= version <= self.newest_version:
+                continue
+            answer = f"{state.server.url} answered with"
+            if version == NOT_SENT:
+                raise UnexpectedWeights(f"{answer} weights that this run did not send.")
+            raise UnexpectedWeights(f"{answer} weights {version}, but was given {first}.")
 
     def note_failure(self, state: ServerState, error: RequestError) -> None:
         """Probes the server of a failed request before it gets further requests."""
@@ -231,6 +244,7 @@ class HealthMonitor:
         if state.state != "down":  # it may have died since it took them
             state.version = version
             state.version_known = True
+            state.got_weights = True
             state.failed_updates = 0
             self._revive(state)
 
@@ -339,9 +353,9 @@ class HealthMonitor:
                 state, f"it failed {MAX_FAILED_HEALTH_CHECKS} health checks in a row: {error}"
             )
 
-    async def _find(self, state: ServerState, names_absent: bool) -> None:
+    async def _find(self, state: ServerState, warns_at_once: bool) -> None:
         await self._look_for(state)
-        if names_absent and state.state == "down":
+        if warns_at_once and state.state == "down":
             # A wrong address would be silent until the startup timeout.
             self._warn("does not answer yet: %s", state, state.reason)
         while state.state == "down":
@@ -399,7 +413,7 @@ class HealthMonitor:
         return state.version_known and self._is_named(name, self.version)
 
     def _is_named(self, name: str | None, version: int) -> bool:
-        """Whether a server's name of its weights is that of a version.
+        """Whether weights of this name are of a version.
 
         The weights that a server loads when it starts count as version 0 only before the first
         update. That update is version 0, too, but the server's weights may be random or lack a

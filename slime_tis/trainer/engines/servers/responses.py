@@ -354,6 +354,8 @@ class RolloutTask:
         if response.session is not None:
             session = f"{self.name}-{response.session}"
         takes_seeds = health.takes_seeds(state)
+        # Updates of an adapter leave the weights below it, which keep their name.
+        initial_version = 0 if server.api.adapter is not None else health.initial_version(state)
         records_experts = options.sampling.return_routed_experts
         request = GenerateRequest(
             input_ids=response.input_ids,
@@ -364,6 +366,7 @@ class RolloutTask:
             seed=response.seed if takes_seeds else None,
             first_experts=response.first_experts if records_experts else None,
             stop=options.stop,
+            initial_version=initial_version,
         )
         self._interrupted.discard(response)
         response.num_requests += 1

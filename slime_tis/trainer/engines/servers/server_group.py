@@ -125,8 +125,8 @@ class ServerGroup:
             self.dispatcher = Dispatcher(self.health, config)
             stack.push_async_callback(self._end_tasks)
             # Launched servers are known to need some time.
-            names_absent = self._launched is None
-            await self.health.start(config.startup_timeout, names_absent=names_absent)
+            warns_at_once = self._launched is None
+            await self.health.start(config.startup_timeout, warns_at_once=warns_at_once)
             if self._launched is not None:
                 self._tasks.start(self._restart(self._launched))
             self._stack = stack.pop_all()
